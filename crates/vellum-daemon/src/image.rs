@@ -12,7 +12,7 @@ use vellum_format::{FormatKind, Prealloc};
 use vellum_io::{File, OpenOptions, clock};
 use vellum_layer::chain::{Step, being_written, guess_format, replayed};
 use vellum_layer::hydrate::TapOptions;
-use vellum_layer::{Chain, ChainOptions, Opener, Purpose, Referrer, Templates, Trust};
+use vellum_layer::{Chain, ChainOptions, FlashChoice, Opener, Purpose, Referrer, Templates, Trust};
 use vellum_remote::{REMOTE_TIMEOUT_DEFAULT, RemoteOptions};
 
 use crate::chunk_cache::CacheChoice;
@@ -61,6 +61,8 @@ pub struct ImageOptions {
     /// Images that are only read may be encrypted in a mode that is not written any more: they are to be copied into
     /// one that is.
     pub may_be_weak: bool,
+    /// The flash cache over its disks.
+    pub flash: Option<FlashChoice>,
     /// Becomes true when a remote image is asked for.
     pub asks_remote: Arc<AtomicBool>,
 }
@@ -133,6 +135,7 @@ pub async fn open_over(
         wished_tap: options.wished_tap.clone(),
         secrets: options.secrets.clone(),
         may_be_weak: options.may_be_weak,
+        flash: options.flash.clone(),
     };
     let opened = Chain::open(&options.host().await?, path, &chain).await?;
     if !options.read_only && options.snapshot.is_none() {

@@ -28,6 +28,7 @@ pub mod convert;
 pub mod copy;
 pub mod create;
 mod door;
+pub mod flash;
 pub mod flatten;
 mod fuse;
 mod grow;
@@ -63,6 +64,7 @@ pub use clone::{CloneOf, Cloned, Cloning, NewClone, clone_template};
 pub use create::{
     CreateTarget, NativeImage, backing_name, create_native, create_qcow2, create_raw, no_new_luks,
 };
+pub use flash::{FlashSpec, policy_of};
 pub use grow::GrowHook;
 pub use host::{Host, HostOptions, Pool};
 pub use image::{ImageOptions, open_image};
@@ -78,6 +80,7 @@ pub use tls::TlsFiles;
 
 // The types of the crates below that callers give to these functions and get from them.
 pub use vellum_export::nbd::SessionLimits;
+pub use vellum_flash::{FlashPolicy, Look as FlashLook, RowFacts as FlashRow};
 pub use vellum_format::image::{Fact, Machine, Snapshot};
 pub use vellum_format::luks::{Hash, Secret, Secrets};
 pub use vellum_format::native::{CreateOptions as NativeOptions, Layout};

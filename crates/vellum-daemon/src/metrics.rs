@@ -27,6 +27,7 @@ use vellum_export::nbd::Exports;
 use vellum_io::{Listener, Stream, clock, spawn_local};
 
 use crate::contained::{contained, in_rounds};
+use crate::flash::FlashOperations;
 use crate::served::Disks;
 use crate::stats::{DiskStats, HostOperations, Operations, Stats};
 
@@ -202,6 +203,61 @@ impl Counted {
     }
 }
 
+impl Counted {
+    /// What the flash cache does, where there is one.
+    fn encode_flash(&self, to: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let Some(cache) = &self.0.flash else { return Ok(()) };
+        for (name, help, number) in [
+            ("vellum_flash_failed", "1 if the flash cache has failed", u64::from(cache.state == "failed")),
+            ("vellum_flash_capacity_bytes", "What the flash cache can hold", cache.capacity_bytes),
+            ("vellum_flash_cached_bytes", "What the flash cache holds", cache.cached_bytes),
+            ("vellum_flash_dirty_bytes", "What only the flash cache has", cache.dirty_bytes),
+            ("vellum_flash_memory_bytes", "Memory for the map of the flash cache", cache.memory_bytes),
+        ] {
+            to.encode_descriptor(name, help, None, MetricType::Gauge)?
+                .encode_gauge(&i64::try_from(number).unwrap_or(i64::MAX))?;
+        }
+        let help = "Bytes that the flash cache wrote to flash for itself";
+        let mut written = to.encode_descriptor("vellum_flash_own_bytes", help, None, MetricType::Counter)?;
+        for (what, number) in [("record", cache.record_bytes), ("slice", cache.slice_bytes)] {
+            written.encode_family(&[("for", what)])?.encode_counter(&number, NO_EXEMPLAR)?;
+        }
+        to.encode_descriptor("vellum_flash_flushes", "Flushes of the flash", None, MetricType::Counter)?
+            .encode_counter(&cache.flushes, NO_EXEMPLAR)?;
+        // For the disk itself and for the images below it, which it may share with others.
+        let both = |disk: &DiskStats, of: fn(&FlashOperations) -> Vec<(&'static str, u64)>| {
+            let flash = disk.flash.iter();
+            flash.flat_map(move |flash| of(&flash.disk)).collect::<Vec<_>>()
+        };
+        let blocks = |of: &FlashOperations| {
+            vec![
+                ("hit", of.hits),
+                ("miss", of.misses),
+                ("write", of.writes),
+                ("admit", of.admitted),
+                ("refuse", of.refused),
+                ("demote", of.demoted),
+                ("home", of.written_home),
+            ]
+        };
+        let help = "Blocks of the disk: read from flash, read from the image, written to flash, kept when read, not kept, \
+                    given up early, and written home";
+        self.counters(to, ("vellum_flash_blocks", help, "what"), |disk| both(disk, blocks))?;
+        let below = |disk: &DiskStats| disk.flash.iter().flat_map(|flash| blocks(&flash.below)).collect();
+        let help = "The same for the images below it; disks that share those images share these";
+        self.counters(to, ("vellum_flash_below_blocks", help, "what"), below)?;
+        let bytes = |of: &FlashOperations| vec![("write", of.write_bytes), ("admit", of.admit_bytes)];
+        let help = "Bytes written to flash for the disk, for writes and to keep what was read";
+        self.counters(to, ("vellum_flash_bytes", help, "for"), |disk| both(disk, bytes))?;
+        let dirty = |disk: &DiskStats| disk.flash.iter().map(|flash| ("", flash.dirty_bytes)).collect();
+        self.gauges(
+            to,
+            ("vellum_flash_disk_dirty_bytes", "What only the flash cache has of the disk", ""),
+            dirty,
+        )
+    }
+}
+
 fn requests(of: &Operations) -> Vec<(&'static str, u64)> {
     vec![
         ("read", of.reads),
@@ -318,6 +374,7 @@ impl Collector for Counted {
         let help =
             "Flushes of its own, pauses because of contention, and errors of copying from the backing images";
         self.counters(to, ("vellum_hydration_events", help, "event"), events)?;
+        self.encode_flash(to)?;
         let metric = to.encode_descriptor(
             "vellum_request_duration_seconds",
             "Latency of requests, from admission to the answer",
@@ -354,6 +411,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     use super::*;
+    use crate::flash::{CacheStats, FlashStats};
     use crate::stats::{HydrationStats, LastError, Latency};
 
     fn disk() -> DiskStats {
@@ -368,6 +426,12 @@ mod tests {
                 bytes_filled: 8192,
                 commits: 2,
                 ..HydrationStats::default()
+            }),
+            flash: Some(FlashStats {
+                policy: "writeback".to_owned(),
+                dirty_bytes: 8192,
+                disk: FlashOperations { hits: 9, ..FlashOperations::default() },
+                below: FlashOperations { admitted: 3, ..FlashOperations::default() },
             }),
             paused_seconds: None,
             held: 2,
@@ -398,10 +462,34 @@ mod tests {
         }
     }
 
+    fn cache() -> CacheStats {
+        CacheStats {
+            path: "/flash/cache".to_owned(),
+            id: "1".repeat(32),
+            state: "running".to_owned(),
+            last_error: None,
+            capacity_bytes: 1 << 20,
+            cached_bytes: 65_536,
+            dirty_bytes: 8192,
+            zero_runs: 0,
+            memory_bytes: 1000,
+            records: 1,
+            record_bytes: 4096,
+            slices: 0,
+            slice_bytes: 0,
+            flushes: 1,
+        }
+    }
+
     #[test]
     fn all_of_a_disk_is_told() {
-        let stats =
-            Stats { uptime_seconds: 1.5, io: "uring".to_owned(), disks: vec![disk()], remote: Vec::new() };
+        let stats = Stats {
+            uptime_seconds: 1.5,
+            io: "uring".to_owned(),
+            disks: vec![disk()],
+            flash: Some(cache()),
+            remote: Vec::new(),
+        };
         let text = text(stats);
         let disk = r#"export="web \"1\"",image="/images/web.vlm""#;
         for line in [
@@ -416,6 +504,12 @@ mod tests {
             format!(r#"vellum_hydration_events_total{{{disk},event="commit"}} 2"#),
             format!("vellum_hydration_missing_bytes{{{disk}}} 1048576"),
             format!("vellum_last_error_timestamp_seconds{{{disk}}} 1800000000"),
+            "vellum_flash_failed 0".to_owned(),
+            "vellum_flash_cached_bytes 65536".to_owned(),
+            r#"vellum_flash_own_bytes_total{for="record"} 4096"#.to_owned(),
+            format!(r#"vellum_flash_blocks_total{{{disk},what="hit"}} 9"#),
+            format!(r#"vellum_flash_below_blocks_total{{{disk},what="admit"}} 3"#),
+            format!("vellum_flash_disk_dirty_bytes{{{disk}}} 8192"),
             format!(r#"vellum_request_duration_seconds_count{{{disk},request="read"}} 7"#),
             format!(r#"vellum_request_duration_seconds_bucket{{le="0.000064",{disk},request="read"}} 5"#),
             format!(r#"vellum_request_duration_seconds_bucket{{le="+Inf",{disk},request="read"}} 7"#),

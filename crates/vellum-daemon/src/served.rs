@@ -17,10 +17,12 @@
 
 mod clones;
 mod disks;
+mod flashed;
 mod gone;
 mod hand_over;
 mod hydrating;
 mod life;
+mod snapshots;
 mod steer;
 mod tending;
 #[cfg(test)]
@@ -31,7 +33,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use async_lock::{RwLock, RwLockReadGuard};
 use futures_lite::future::or;
@@ -48,8 +50,8 @@ use vellum_layer::hydrate::{CopyMemory, FillerTurns, HydrationControl, Tap};
 use vellum_layer::valve::{Hold, State};
 use vellum_layer::{Chain, Durable, Member, Templates, Valve};
 
-use crate::clones_of::with_clones;
 use crate::control::SnapshotFacts;
+use crate::flash::{FlashStats, HostFlash};
 use crate::grow::{GrowHook, Growing};
 use crate::host::canonical_path;
 use crate::image::ImageOptions;
@@ -86,6 +88,8 @@ pub(crate) struct How {
     pub(crate) copy_memory: Arc<CopyMemory>,
     /// Those that fill images take turns.
     pub(crate) filler_turns: FillerTurns,
+    /// The flash cache over the disks.
+    pub(crate) flash: Option<Arc<HostFlash>>,
 }
 
 /// A disk that is open.
@@ -131,6 +135,8 @@ pub(crate) struct Served {
     readers: Shutdown,
     /// The number of losses that were reported to the client that opened it again.
     losses_said: AtomicU64,
+    /// What the flash cache had done for it when that was asked last.
+    flash_stats: Mutex<Option<FlashStats>>,
     /// How often a snapshot was marked for clones; held while a mark is set or cleared.
     clone_marks: async_lock::Mutex<u64>,
 }
@@ -201,6 +207,7 @@ impl Served {
         let is_steered = how.is_steered
             || is_barred
             || how.holds_when_full
+            || how.flash.is_some()
             || !export.rate_limits.are_none()
             || export.hydration.is_wanted()
             || (!export.hydration.ignores_wish && chain.tap().is_some());
@@ -239,6 +246,7 @@ impl Served {
             remark: Mutex::new(remark),
             readers: Shutdown::new(),
             losses_said: AtomicU64::new(0),
+            flash_stats: Mutex::default(),
             clone_marks: async_lock::Mutex::new(0),
         });
         if let Err(error) = served.begin_as_said(&export.hydration, wish).await {
@@ -399,6 +407,7 @@ impl Served {
             host: (&tallies.0).into(),
             below: (&tallies.1).into(),
             hydration: self.hydration_stats(),
+            flash: self.flash_now(),
         }
     }
 
@@ -491,7 +500,7 @@ impl Served {
             Some(_) if self.life().is_cut_off() => failed(
                 "a change of it was interrupted, and it was not closed; it is recovered when it is next opened",
             ),
-            Some(chain) => match chain.close().await {
+            Some(chain) => match self.close_for_good(chain).await {
                 Err(error) if !self.how.is_durable && self.disk_is_written() => {
                     let path = self.path.display();
                     let why = format!("{path}: writes that were acknowledged but not flushed may be missing");
@@ -576,37 +585,6 @@ impl Served {
     pub(super) fn is_closed(&self) -> Error {
         let why = "it is closed because it could not be reopened; `vellum export reopen` tries again";
         Error::new(ErrorKind::Closed, format!("{}: {why}", self.path.display()))
-    }
-
-    /// Makes a snapshot. Returns its number.
-    pub(crate) async fn snapshot_create(&self, name: &str) -> Result<u32> {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-        let top = self.top().await?;
-        kept(top.member(), "created")?.create(name, now).await
-    }
-
-    /// All snapshots, in the order in which they were made.
-    pub(crate) async fn snapshot_list(&self) -> Result<Vec<SnapshotFacts>> {
-        let held = self.top().await?;
-        let top = held.member();
-        let all = match &top.opened.snapshots {
-            Some(snapshots) if self.disk_is_written() => snapshots.list()?,
-            _ => match top.head.kind().format().snapshot_support() {
-                SnapshotSupport::None => return Err(none_in(top)),
-                _ => top.head.snapshots(&top.storage, Some(&top.storage)).await?,
-            },
-        };
-        Ok(facts(all))
-    }
-
-    /// Deletes a snapshot.
-    pub(crate) async fn snapshot_delete(&self, wanted: &str) -> Result<()> {
-        let top = self.top().await?;
-        let snapshots = kept(top.member(), "deleted")?;
-        match snapshots.delete(wanted).await {
-            Ok(()) => Ok(()),
-            Err(error) => Err(with_clones(error, &self.canonical, &snapshots.list()?, wanted).await),
-        }
     }
 
     /// Restores the disk from a snapshot. No client may be connected; a client that comes meanwhile finds no

@@ -49,6 +49,7 @@ use crate::contained::{contained, in_rounds};
 use crate::control::places::{CONNECTIONS_MAX, Places};
 use crate::control::server::Control;
 use crate::door::{Accepting, Bolt, Door};
+use crate::flash::HostFlash;
 use crate::fuse::FuseFiles;
 use crate::metrics::Metrics;
 use crate::notify::NotifySocket;
@@ -122,7 +123,14 @@ pub(crate) async fn run(
         (Ok(signals), Ok(tls)) => (signals, tls),
         (Err(error), _) | (_, Err(error)) => return (Err(error), false),
     };
-    let mut server = Server::new(spec, workers, tls);
+    let flash = match &spec.flash {
+        Some(flash) => match HostFlash::open(flash, &workers).await {
+            Ok(flash) => Some(flash),
+            Err(error) => return (Err(error), false),
+        },
+        None => None,
+    };
+    let mut server = Server::new(spec, workers, tls, flash.clone());
     let (disks, stats_path) = (server.disks.clone(), server.spec.stats_path.clone());
     let mut reporting = None;
     let result = server.run(&mut signals, ready, &mut reporting).await;
@@ -131,6 +139,11 @@ pub(crate) async fn run(
         reporting.end().await;
     }
     let hangs = matches!(&closed, Err(end) if end.hangs);
+    // A disk that hangs may still use it.
+    let flash_closed = match flash.filter(|_| !hangs) {
+        Some(flash) => flash.end().await,
+        None => Ok(()),
+    };
     let stats = disks.stats(&Exports::new());
     disks.drop_closed();
     let written = match stats_path.filter(|_| result.is_ok()) {
@@ -148,13 +161,13 @@ pub(crate) async fn run(
     let report = match (result, closed) {
         (Err(error), _) => Err(error),
         (Ok(_), Err(end)) => Err(end.error),
-        (Ok(signal), Ok(())) => written.map(|()| Report { stats, signal }),
+        (Ok(signal), Ok(())) => flash_closed.and(written).map(|()| Report { stats, signal }),
     };
     (report, hangs)
 }
 
 impl Server {
-    fn new(spec: ServeSpec, workers: WorkersHandle, tls: TlsNow) -> Self {
+    fn new(spec: ServeSpec, workers: WorkersHandle, tls: TlsNow, flash: Option<Arc<HostFlash>>) -> Self {
         let exports = Exports::new();
         let how = How {
             grow_hook: spec.grow_hook.clone(),
@@ -165,6 +178,7 @@ impl Server {
             templates: Arc::default(),
             copy_memory: Arc::default(),
             filler_turns: FillerTurns::default(),
+            flash,
         };
         let disks = Disks::new(how, exports.clone(), workers.clone());
         exports.also(Arc::new(SnapshotExports(disks.clone())));
@@ -377,6 +391,7 @@ impl Server {
         }
         self.spec.notify.iter().for_each(NotifySocket::is_stopping);
         self.accepting.end(None).await; // the sockets are closed and their files removed
+        self.disks.flash().iter().for_each(|flash| flash.server_ends());
         let all = self.disks.end();
         all.iter().for_each(|disk| disk.open_for_good()); // what waits at a paused disk was begun, too
         self.shutdown.drain();

@@ -9,11 +9,13 @@ use std::time::Duration;
 use vellum_core::{Error, Result};
 use vellum_export::nbd::SessionLimits;
 use vellum_export::vhost::QUEUES_MAX;
+use vellum_flash::FlashPolicy;
 use vellum_format::FormatKind;
 use vellum_io::{Address, IoMode, PassedSocket, Signal};
 use vellum_layer::hydrate::{PrefetchLimits, Run};
 use vellum_layer::valve::RateLimits;
 
+use crate::flash::FlashSpec;
 use crate::grow::GrowHook;
 use crate::image::ImageOptions;
 use crate::notify::NotifySocket;
@@ -36,6 +38,9 @@ pub struct ExportSpec {
     pub rate_limits: RateLimits,
     /// How it gets what only the images below it have.
     pub hydration: HydrationSpec,
+    /// What it does with the flash cache of the server. By default write-back where its image has a place for a session,
+    /// and otherwise only what is read is cached.
+    pub flash_policy: Option<FlashPolicy>,
 }
 
 /// How a disk gets what only the images below it have.
@@ -111,6 +116,10 @@ pub struct ServeSpec {
     pub session_limits: SessionLimits,
     /// How long a drain may take before connections are cut.
     pub drain_time: Duration,
+    /// The flash cache over the disks.
+    pub flash: Option<FlashSpec>,
+    /// What disks do with it that are added later.
+    pub flash_policy: Option<FlashPolicy>,
     /// Makes a device larger that becomes full.
     pub grow_hook: Option<GrowHook>,
     /// Each write is durable when it is answered: clients of a server that was killed miss nothing.

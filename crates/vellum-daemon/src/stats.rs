@@ -12,6 +12,7 @@ use vellum_io::{IoMode, clock, io_mode};
 use vellum_remote::FetchCounts;
 
 use crate::control::word_of;
+use crate::flash::{CacheStats, FlashStats};
 use crate::meter::{self, Kind, LONG, Record};
 
 /// Operations and bytes.
@@ -286,6 +287,9 @@ pub struct DiskStats {
     /// How it gets what only the images below it have, where there are any.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hydration: Option<HydrationStats>,
+    /// What the flash cache does for it, where there is one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub flash: Option<FlashStats>,
 }
 
 /// A server.
@@ -298,6 +302,9 @@ pub struct Stats {
     pub io: String,
     /// Its disks.
     pub disks: Vec<DiskStats>,
+    /// Its flash cache.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub flash: Option<CacheStats>,
     /// The remote images below them.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub remote: Vec<RemoteStats>,
@@ -346,7 +353,7 @@ impl RemoteStats {
 
 impl Stats {
     /// Of a server that has these disks, as they are now.
-    pub(crate) fn of(disks: Vec<DiskStats>) -> Self {
+    pub(crate) fn of(disks: Vec<DiskStats>, flash: Option<CacheStats>) -> Self {
         Self {
             uptime_seconds: clock().now().as_secs_f64(),
             io: match io_mode() {
@@ -354,6 +361,7 @@ impl Stats {
                 _ => "uring".to_owned(),
             },
             disks,
+            flash,
             remote: RemoteStats::all(),
         }
     }

@@ -71,6 +71,9 @@ pub struct OpenOptions {
     /// The flash cache that the caller puts over the disk. Without it an image of which a cache holds writes is
     /// refused, and the first change makes the image's session void.
     pub flash: Option<CacheId>,
+    /// From where a block that is written in part is completed; what the image has below, when not given. Both read as
+    /// the same: a cache does not keep what is read from here.
+    pub fills: Option<SharedDisk>,
 }
 
 impl Default for OpenOptions {
@@ -87,6 +90,7 @@ impl Default for OpenOptions {
             secrets: Arc::default(),
             may_be_weak: false,
             flash: None,
+            fills: None,
         }
     }
 }

@@ -27,6 +27,7 @@
 
 mod below;
 mod change;
+mod flash;
 mod forks;
 mod pins;
 mod share;
@@ -53,6 +54,7 @@ use vellum_format::{FormatKind, Prealloc, needs_replay, probe, replayed_in_memor
 use crate::gate::{Gate, Trust};
 use crate::hydrate::{BaseFiles, Tap, TapOptions};
 use below::{Below, Stand};
+pub use flash::{FlashChoice, Flashed};
 use forks::Fork;
 pub(crate) use pins::said;
 use pins::{FoundBelow, check_content_id, files_below};
@@ -153,6 +155,8 @@ pub struct ChainOptions {
     pub secrets: Arc<Secrets>,
     /// Images that are only read may be encrypted in a mode that is not written any more.
     pub may_be_weak: bool,
+    /// The flash cache over the disks.
+    pub flash: Option<FlashChoice>,
 }
 
 impl Default for ChainOptions {
@@ -175,6 +179,7 @@ impl Default for ChainOptions {
             wished_tap: None,
             secrets: Arc::default(),
             may_be_weak: false,
+            flash: None,
         }
     }
 }
@@ -195,6 +200,8 @@ pub struct Member {
     pub is_snapshot: bool,
     /// What its format made of it: the disk, over those below, and the snapshots.
     pub opened: Opened,
+    /// The flash cache over its disk.
+    pub flash: Option<Flashed>,
 }
 
 /// An open chain.
@@ -211,6 +218,8 @@ pub struct Chain {
     options: ChainOptions,
     /// How much the mapping of the top image takes as a whole, in bytes.
     top_need: u64,
+    /// Which file the top image is, for its row in a flash cache.
+    flash_id: Option<[u8; 16]>,
     /// Why the disk on top is closed, if it could not be opened again.
     gone: Option<Error>,
     was_left_open: bool,
@@ -242,7 +251,8 @@ impl Found {
         if is_read {
             return Ok(());
         }
-        may_use(self.storage.name(), self.head.session(), None)?;
+        let flash = options.flash.as_ref().map(|choice| choice.cache.id());
+        may_use(self.storage.name(), self.head.session(), flash)?;
         let format = self.head.kind().format();
         format.set_pin(&self.storage, &pin).await?;
         self.head = format.read(&*self.storage).await?;
@@ -301,6 +311,7 @@ impl Chain {
             snapshot: options.snapshot.clone(),
             tally: &top_tally,
             mapping_share: top_share(top_need, below.as_ref(), options),
+            fills: below.as_ref().and_then(Stand::fills),
             options,
         };
         let base_files = below.as_ref().map(|below| files_below(below.members())).unwrap_or_default();
@@ -310,12 +321,22 @@ impl Chain {
         let opened = open_disk(&*head, files, &parts, how).await;
         let opened = opened.map_err(|error| way_down::describe(error, &path, 0))?;
         let is_snapshot = options.snapshot.is_some();
-        let top = Member { path, storage, data_file, parts, head, is_snapshot, opened };
+        let mut top = Member { path, storage, data_file, parts, head, is_snapshot, opened, flash: None };
         if let Some(tap) = &tap {
             tap.is_below(&*top.opened.disk);
         }
         let options = options.clone();
-        Ok(Self {
+        let flash_id = match &options.flash {
+            Some(_) => way.opener().identities(vec![step.canonical.clone()]).await,
+            None => None,
+        };
+        let flash_id = flash_id.and_then(|found| found.first().map(flash::id_of_file));
+        if let Err(error) = top.put_under_flash(&options, flash_id).await {
+            // It is as it was found, or recovered.
+            drop(top.opened.disk.close().await);
+            return Err(step.describe(error));
+        }
+        let chain = Self {
             top,
             top_tally,
             below,
@@ -324,10 +345,13 @@ impl Chain {
             is_whole: false,
             options,
             top_need,
+            flash_id,
             gone: None,
             was_left_open,
             fork: Fork::default(),
-        })
+        };
+        chain.tell_flash();
+        Ok(chain)
     }
 
     /// The top image.
@@ -360,7 +384,7 @@ impl Chain {
 
     /// The disk on top.
     pub fn disk(&self) -> &SharedDisk {
-        &self.top.opened.disk
+        self.top.disk()
     }
 
     /// Whether the previous writer of the top image had not closed it when it was opened: writes that were
@@ -412,8 +436,25 @@ impl Chain {
 }
 
 impl Member {
+    /// Its disk, under the flash cache if there is one.
+    pub fn disk(&self) -> &SharedDisk {
+        self.flash.as_ref().map_or(&self.opened.disk, Flashed::disk)
+    }
+
+    /// Puts the flash cache over the disk of the top image.
+    async fn put_under_flash(&mut self, options: &ChainOptions, file: Option<[u8; 16]>) -> Result<()> {
+        let is_written = !options.read_only && options.snapshot.is_none();
+        self.flash = match &options.flash {
+            Some(choice) => {
+                flash::over_top(choice, &*self.head, &self.opened, &*self.storage, file, is_written).await?
+            }
+            None => None,
+        };
+        Ok(())
+    }
+
     async fn close(&self) -> Result<()> {
-        self.opened.disk.close().await.context(|| format!("can't close {}", self.path.display()))
+        self.disk().close().await.context(|| format!("can't close {}", self.path.display()))
     }
 }
 
@@ -430,6 +471,8 @@ struct How<'a> {
     snapshot: Option<String>,
     tally: &'a HostTally,
     mapping_share: u64,
+    /// What blocks that are written in part are completed from, if that is not the disk below as guests read it.
+    fills: Option<SharedDisk>,
     options: &'a ChainOptions,
 }
 
@@ -454,7 +497,7 @@ async fn open_disk(
     parts: &[(PathBuf, SharedStorage)],
     how: How<'_>,
 ) -> Result<Opened> {
-    let How { read_only, snapshot, tally, mapping_share, options } = how;
+    let How { read_only, snapshot, tally, mapping_share, fills, options } = how;
     if let Some(file) = files.data_file.as_ref().filter(|_| !read_only && head.was_left_open()) {
         settle(&**file).await?;
     }
@@ -469,7 +512,9 @@ async fn open_disk(
         clock: options.clock.clone(),
         secrets: options.secrets.clone(),
         may_be_weak: options.may_be_weak,
-        flash: None,
+        // Those below are only read, and never behind.
+        flash: options.flash.as_ref().filter(|_| !read_only).and_then(|choice| choice.id_for(head)),
+        fills,
     };
     head.open_in_parts(files, parts.iter().map(|(_, file)| file.clone()).collect(), open).await
 }

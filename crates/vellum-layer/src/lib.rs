@@ -14,7 +14,9 @@ mod passage;
 pub mod valve;
 mod view;
 
-pub use chain::{Chain, ChainOptions, HeldForks, Identity, Member, Opener, Purpose, Templates};
+pub use chain::{
+    Chain, ChainOptions, FlashChoice, Flashed, HeldForks, Identity, Member, Opener, Purpose, Templates,
+};
 pub use durable::Durable;
 pub use gate::{Gate, Referrer, Trust};
 pub use valve::Valve;

@@ -46,10 +46,18 @@ const READS_AT_ONCE: usize = 32;
 pub(crate) struct Layer {
     /// Its disk, over those below.
     pub(crate) disk: SharedDisk,
+    /// The same, for reads of which a cache keeps nothing, where it has a cache.
+    pub(crate) unadmitting: Option<SharedDisk>,
     /// It has all bytes of its disk, so it is not asked for its map.
     pub(crate) is_whole: bool,
-    /// It has no storage of its own for long, so its disk is read.
+    /// It has no storage of its own for long, or a cache over it, so its disk is read.
     pub(crate) is_exchanged: bool,
+}
+
+impl Layer {
+    fn reader(&self, admits: bool) -> &SharedDisk {
+        self.unadmitting.as_ref().filter(|_| !admits).unwrap_or(&self.disk)
+    }
 }
 
 /// The images below the top of a chain, as one disk that is read.
@@ -86,7 +94,7 @@ impl View {
         })
     }
 
-    async fn read_span(&self, span: GuestSpan, mut buffer: Buffer) -> Result<Buffer> {
+    async fn read_span(&self, span: GuestSpan, mut buffer: Buffer, admits: bool) -> Result<Buffer> {
         let mut parts: SmallVec<[Part; 4]> = SmallVec::new();
         for piece in PAGE.pieces_of(span) {
             let index = PAGE.cluster_of(piece.start()).index();
@@ -102,7 +110,7 @@ impl View {
             parts.extend(page.parts(start..start + within(piece.len())));
         }
         if let [part] = parts[..] {
-            return self.read_part(span.start(), part, buffer).await;
+            return self.read_part(span.start(), part, buffer, admits).await;
         }
         let mut at = span.start();
         let mut filled = Buffer::empty();
@@ -110,7 +118,7 @@ impl View {
             let mut reads: SmallVec<[LocalFuture<'_, Result<Buffer>>; 4]> = SmallVec::new();
             for part in some {
                 let piece = buffer.split_to(usize::try_from(part.len).expect("within the buffer"));
-                reads.push(Box::pin(self.read_part(at, *part, piece)));
+                reads.push(Box::pin(self.read_part(at, *part, piece, admits)));
                 at += part.len;
             }
             for piece in try_join_all(reads).await? {
@@ -120,7 +128,13 @@ impl View {
         Ok(filled)
     }
 
-    async fn read_part(&self, at: GuestOffset, part: Part, mut buffer: Buffer) -> Result<Buffer> {
+    async fn read_part(
+        &self,
+        at: GuestOffset,
+        part: Part,
+        mut buffer: Buffer,
+        admits: bool,
+    ) -> Result<Buffer> {
         match part.holder {
             Holder::Zero => {
                 buffer.fill(0);
@@ -130,7 +144,7 @@ impl View {
                 let storage = self.storages[usize::from(layer)].get().expect("a page names it");
                 storage.read(part.place, buffer).await
             }
-            Holder::Disk(layer) => self.layers[usize::from(layer)].disk.read(at, buffer).await,
+            Holder::Disk(layer) => self.layers[usize::from(layer)].reader(admits).read(at, buffer).await,
         }
     }
 
@@ -218,7 +232,7 @@ impl Disk for View {
 
     fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
         match self.check(GuestSpan::checked(at, buffer.len() as u64)) {
-            Ok(span) => Box::pin(self.read_span(span, buffer)),
+            Ok(span) => Box::pin(self.read_span(span, buffer, true)),
             Err(error) => Box::pin(std::future::ready(Err(error))),
         }
     }
@@ -247,6 +261,50 @@ impl Disk for View {
     fn close(&self) -> LocalFuture<'_, Result<()>> {
         self.closed.store(true, Ordering::Release);
         self.pages.clear();
+        Box::pin(std::future::ready(Ok(())))
+    }
+}
+
+/// A view, for reads of which the caches over its images keep nothing. Whoever has the view closes it.
+pub(crate) struct Unadmitting(pub(crate) Arc<View>);
+
+impl Disk for Unadmitting {
+    fn geometry(&self) -> Geometry {
+        self.0.geometry()
+    }
+
+    fn below(&self) -> Option<SharedDisk> {
+        self.0.below()
+    }
+
+    fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+        match self.0.check(GuestSpan::checked(at, buffer.len() as u64)) {
+            Ok(span) => Box::pin(self.0.read_span(span, buffer, false)),
+            Err(error) => Box::pin(std::future::ready(Err(error))),
+        }
+    }
+
+    fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
+        self.0.write(at, data, flags)
+    }
+
+    fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        self.0.flush()
+    }
+
+    fn write_zeroes(&self, span: GuestSpan, flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
+        self.0.write_zeroes(span, flags)
+    }
+
+    fn discard(&self, span: GuestSpan, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
+        self.0.discard(span, flags)
+    }
+
+    fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
+        self.0.map(span)
+    }
+
+    fn close(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(std::future::ready(Ok(())))
     }
 }

@@ -16,6 +16,7 @@ use vellum_io::{Address, Listener, clock};
 
 use super::Request;
 use super::server::Control;
+use crate::flash::policy_of;
 use crate::image::ImageOptions;
 use crate::served::{IS_READ, Served};
 use crate::server::{send_away_when_broken, tell_what_may_be_missing, warn_if_open_to_all};
@@ -42,7 +43,8 @@ impl Control {
     }
 
     pub(super) async fn export_add(&self, request: &Request) -> Result<Value> {
-        let Request::ExportAdd { name, image, format, read_only, vhost_user_blk, nbd, limits } = request
+        let Request::ExportAdd { name, image, format, read_only, vhost_user_blk, nbd, limits, flash_policy } =
+            request
         else {
             return Err(Error::invalid("an export-add request was expected"));
         };
@@ -74,6 +76,7 @@ impl Control {
             rate_limits: RateLimits::of(limits)?,
             image: options,
             hydration: self.spec.hydration.clone(),
+            flash_policy: flash_policy.as_deref().map(policy_of).transpose()?.or(self.spec.flash_policy),
         };
         if self.exports.sessions(name).is_some() {
             return Err(Error::new(ErrorKind::Locked, format!("an export named {name:?} already exists")));

@@ -161,6 +161,21 @@ pub enum Request {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         disk: Option<String>,
     },
+    /// Tell what a disk does with the flash cache, and change that. Answered when it is so.
+    FlashPolicy {
+        /// The export of the disk; the only disk when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        disk: Option<String>,
+        /// `writeback`, `readonly` or `off`; as before when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        set: Option<String>,
+    },
+    /// Write home what only the flash cache has of a disk. Answered when all is home that was written before.
+    FlashDrain {
+        /// The export of the disk; the only disk when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        disk: Option<String>,
+    },
     /// Tell which clients of NBD there are.
     ClientList {},
     /// Send a client away: nothing more is read from it or sent to it.
@@ -198,6 +213,9 @@ pub enum Request {
         /// How its requests are limited.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         limits: Option<BTreeMap<String, u64>>,
+        /// What it does with the flash cache of the server.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        flash_policy: Option<String>,
     },
     /// Serve an export no longer; the image is closed when that was its last name. Answered when it is.
     #[serde(rename_all = "kebab-case")]
@@ -281,7 +299,7 @@ impl MigrateStep {
 pub const PROTOCOL_VERSION: u32 = 1;
 
 /// All commands, by their names.
-pub const COMMANDS: [&str; 25] = [
+pub const COMMANDS: [&str; 27] = [
     "hello",
     "stats",
     "pause",
@@ -293,6 +311,8 @@ pub const COMMANDS: [&str; 25] = [
     "prefetch-status",
     "trace",
     "flatten",
+    "flash-policy",
+    "flash-drain",
     "snapshot-create",
     "snapshot-list",
     "snapshot-delete",

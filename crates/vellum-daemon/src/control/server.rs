@@ -20,6 +20,7 @@ use super::places::Places;
 use super::{Answer, COMMANDS, ClientRow, MigrateStep, PROTOCOL_VERSION, REQUEST_BYTES_MAX, Request};
 use crate::contained::{contained, in_rounds};
 use crate::door::{Accepting, Door};
+use crate::flash::policy_of;
 use crate::seats::Seats;
 use crate::served::{Disks, Wish, prefetch_limits};
 use crate::size_watchers::SizeWatchers;
@@ -144,6 +145,8 @@ impl Control {
             | Request::SnapshotRevert { disk, .. }
             | Request::Pause { disk }
             | Request::Flatten { disk }
+            | Request::FlashPolicy { disk, .. }
+            | Request::FlashDrain { disk }
             | Request::Resize { disk, .. }
             | Request::MigrateStatus { disk }
             | Request::MigrateStep { disk, .. }
@@ -270,6 +273,18 @@ impl Control {
                 let disk = self.disks.find(disk.as_deref())?;
                 let bytes = disk.flatten().await?;
                 json!({ "filename": disk.path(), "bytes-written": bytes })
+            }
+            Request::FlashPolicy { disk, set } => {
+                let disk = self.disks.find(disk.as_deref())?;
+                if let Some(set) = set {
+                    disk.set_flash_policy(policy_of(set)?).await?;
+                }
+                json!(disk.flash_stats().await?)
+            }
+            Request::FlashDrain { disk } => {
+                let disk = self.disks.find(disk.as_deref())?;
+                disk.drain_flash().await?;
+                json!(disk.flash_stats().await?)
             }
             Request::ClientList {} => {
                 let clients = self.clients.list();

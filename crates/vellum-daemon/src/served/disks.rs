@@ -24,6 +24,7 @@ use vellum_io::{WorkersHandle, clock, spawn_local};
 
 use super::{Group, How, Served};
 use crate::contained::contained;
+use crate::flash::HostFlash;
 use crate::host::canonical_path;
 use crate::spec::ExportSpec;
 use crate::stats::Stats;
@@ -145,9 +146,15 @@ impl Disks {
         self.lock().clone()
     }
 
+    /// The flash cache over them.
+    pub(crate) fn flash(&self) -> Option<&Arc<HostFlash>> {
+        self.how.flash.as_ref()
+    }
+
     /// What was counted so far.
     pub(crate) fn stats(&self, exports: &Exports) -> Stats {
-        Stats::of(self.all().iter().map(|disk| disk.stats(exports)).collect())
+        let flash = self.how.flash.as_ref().map(|flash| flash.stats());
+        Stats::of(self.all().iter().map(|disk| disk.stats(exports)).collect(), flash)
     }
 
     /// Opens these, on all workers. The outcomes are available one by one.

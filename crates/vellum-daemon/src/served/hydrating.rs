@@ -112,7 +112,8 @@ pub(super) fn image_options(export: &ExportSpec, how: &How) -> ImageOptions {
     let options = TapOptions { copy_on_read, keeps_order, memory: how.copy_memory.clone() };
     let wished_tap = (!export.hydration.ignores_wish).then(|| options.clone());
     let tap = is_wanted.then_some(options);
-    ImageOptions { tap, wished_tap, pin_base: copy_on_read || prefetch, ..export.image.clone() }
+    let flash = how.flash.as_ref().map(|flash| flash.choice(export.flash_policy));
+    ImageOptions { tap, wished_tap, flash, pin_base: copy_on_read || prefetch, ..export.image.clone() }
 }
 
 /// The names of the limits.

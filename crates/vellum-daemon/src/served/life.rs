@@ -30,6 +30,7 @@ pub(super) enum Step {
     Detach,
     Pin,
     HandOver,
+    Flash,
 }
 
 impl Step {
@@ -40,6 +41,7 @@ impl Step {
             Self::Reopen => "it is being reopened; try again when that is done",
             Self::Pin => "what proves its backing image is being recorded; try again when that is done",
             Self::Detach => "it is being detached from its backing image; try again when that is done",
+            Self::Flash => "its use of the flash cache is being changed; try again when that is done",
             Self::HandOver => "a step of its migration is in progress; try again when that is done",
             Self::Revert => "it is being reverted to a snapshot; try again when that is done",
         }

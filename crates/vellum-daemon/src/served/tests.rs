@@ -144,6 +144,7 @@ impl Server {
             templates: Arc::default(),
             copy_memory: Arc::default(),
             filler_turns: Default::default(),
+            flash: None,
         }
     }
 
@@ -159,6 +160,7 @@ impl Server {
             description: String::new(),
             rate_limits: Default::default(),
             hydration: Default::default(),
+            flash_policy: None,
         };
         let group = Group { canonical: path.to_owned(), exports: vec![export] };
         let how = Arc::new(Self::how());

@@ -257,6 +257,7 @@ impl Head for Superblocks {
             compaction: options.compaction,
             clock: options.clock,
             flash: options.flash,
+            fills: options.fills,
             ..OpenOptions::default()
         };
         Box::pin(async move { Native::open(files.image, files.below, options).await.map(opened) })

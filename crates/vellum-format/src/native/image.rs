@@ -64,6 +64,8 @@ pub struct Native {
     /// The same storage, for zeros written ahead of need.
     pub(super) ahead: SharedStorage,
     pub(super) below: Option<SharedDisk>,
+    /// The same, for reads that complete a sub-block.
+    pub(super) fills: Option<SharedDisk>,
     pub(super) home: HomePages,
     /// The size of a cell: of a unit, or of a run of the disk.
     pub(super) cell: BlockSize,

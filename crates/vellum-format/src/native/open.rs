@@ -52,6 +52,9 @@ pub struct OpenOptions {
     pub clock: Option<Arc<dyn Clock>>,
     /// The flash cache that the caller puts over the disk.
     pub flash: Option<CacheId>,
+    /// From where a block that is written in part is completed; what the image has below, when not given. Both read as
+    /// the same: a cache does not keep what is read from here.
+    pub fills: Option<SharedDisk>,
 }
 
 impl Native {
@@ -151,6 +154,7 @@ impl Native {
             metadata,
             data,
             under,
+            fills: options.fills.or_else(|| below.clone()),
             below,
             home,
             cell: places.shape().layout.unit().unwrap_or(LINEAR_CELL),

@@ -2,7 +2,7 @@
 
 use smallvec::SmallVec;
 use vellum_core::{
-    Buffer, Extent, GuestOffset, GuestSpan, LocalFuture, Place, Result, read_below, try_join_all,
+    Buffer, Extent, GuestOffset, GuestSpan, LocalFuture, Place, Result, SharedDisk, read_below, try_join_all,
 };
 
 use super::geometry::SUB_BLOCK;
@@ -143,7 +143,7 @@ impl Native {
         match part.from {
             Origin::Host(host) => self.data.read(host, buffer).await,
             Origin::Embedded(block) => self.read_embedded(at, block, buffer).await,
-            Origin::Below => self.read_base(at, buffer).await,
+            Origin::Below => self.read_base(self.below.as_ref(), at, buffer).await,
             Origin::Broken => Err(self.broken(at)),
             Origin::NoUnit | Origin::Zero => {
                 buffer.fill(0);
@@ -153,11 +153,16 @@ impl Native {
     }
 
     /// Reads the base, up to the end of the part that counts.
-    pub(super) async fn read_base(&self, at: GuestOffset, mut buffer: Buffer) -> Result<Buffer> {
+    pub(super) async fn read_base(
+        &self,
+        base: Option<&SharedDisk>,
+        at: GuestOffset,
+        mut buffer: Buffer,
+    ) -> Result<Buffer> {
         let counts = self.places.shape().base_bytes.unwrap_or(0).saturating_sub(at.bytes());
         let mut outside = buffer.split_off(usize::try_from(counts).unwrap_or(usize::MAX).min(buffer.len()));
         outside.fill(0);
-        let mut inside = read_below(self.below.as_ref(), at, buffer).await?;
+        let mut inside = read_below(base, at, buffer).await?;
         inside.append(outside);
         Ok(inside)
     }

@@ -200,7 +200,7 @@ impl Native {
             Sub::Base if self.filled.has(self.places.shape().block.cluster_of(span.start()).index()) => {
                 self.data.read(self.places.linear(span.start()), buffer).await
             }
-            Sub::Base => self.read_base(span.start(), buffer).await,
+            Sub::Base => self.read_base(self.fills.as_ref(), span.start(), buffer).await,
             Sub::Zero => {
                 buffer.fill(0);
                 Ok(buffer)

@@ -325,6 +325,7 @@ fn with_cipher(options: Options, cipher: Option<Arc<SectorCipher>>) -> OpenOptio
         prealloc: options.prealloc,
         clock: options.clock,
         flash: options.flash,
+        fills: options.fills,
         cipher,
     }
 }

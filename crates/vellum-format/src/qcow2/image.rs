@@ -75,6 +75,8 @@ pub struct Qcow2 {
     pub(crate) encrypted: Option<Encrypted>,
     pub(crate) has_data_file: bool,
     pub(crate) below: Option<SharedDisk>,
+    /// The same, for reads that complete a cluster.
+    pub(crate) fills: Option<SharedDisk>,
     pub(crate) mapping: Mapping,
     pub(crate) refcount_loads: KeyedLocks,
     /// Units whose place an older write may still reach.

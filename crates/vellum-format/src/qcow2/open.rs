@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, RwLock};
 
 use vellum_core::{
     BlockSize, Buffer, Clock, Context, Error, ErrorKind, Geometry, HostTally, ImageOffset, ImageSpan, Inline,
-    Offload, Result, SharedStorage, Tallied,
+    Offload, Result, SharedDisk, SharedStorage, Tallied,
 };
 
 use vellum_luks::SectorCipher;
@@ -63,6 +63,9 @@ pub struct OpenOptions {
     pub cipher: Option<Arc<SectorCipher>>,
     /// The flash cache that the caller puts over the disk.
     pub flash: Option<CacheId>,
+    /// From where a block that is written in part is completed; what the image has below, when not given. Both read as
+    /// the same: a cache does not keep what is read from here.
+    pub fills: Option<SharedDisk>,
 }
 
 impl Default for OpenOptions {
@@ -78,6 +81,7 @@ impl Default for OpenOptions {
             clock: None,
             cipher: None,
             flash: None,
+            fills: None,
         }
     }
 }
@@ -141,6 +145,7 @@ impl Qcow2 {
             data,
             plain,
             encrypted,
+            fills: options.fills.or_else(|| files.below.clone()),
             below: files.below,
             mapping: mapping(cluster, entries, l1, size, options.mapping_bytes_max),
             refcount_loads: Default::default(),

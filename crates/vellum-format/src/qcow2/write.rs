@@ -256,7 +256,7 @@ impl Qcow2 {
                 buffer.fill(0);
                 Ok(buffer)
             }
-            Source::Below => read_below(self.below.as_ref(), cluster + segment.start, buffer).await,
+            Source::Below => read_below(self.fills.as_ref(), cluster + segment.start, buffer).await,
             Source::Host(old) => self.plain.read(old + segment.start, buffer).await,
             Source::Compressed(packed) => {
                 let bytes = self.decompressor.read(packed).await?;

@@ -21,6 +21,7 @@ use vellum_core::{Disk as _, HostTally, Result, SharedDisk, lock};
 use vellum_format::FormatKind;
 use vellum_format::image::Opened;
 
+use super::flash::over_below;
 use super::forks::{Base, Parent, Wanted};
 use super::pins::{FoundBelow, check_content_id};
 use super::share::{Shares, shares};
@@ -28,7 +29,7 @@ use super::way_down::{Backing, Step, WayDown, describe};
 use super::{
     ChainOptions, Found, How, Identity, Member, Opener, files_of, find_one, mapping_need, open_disk,
 };
-use crate::view::{Layer, View};
+use crate::view::{Layer, Unadmitting, View};
 
 /// Images that are open for reading, over one another.
 pub(super) struct Below {
@@ -45,6 +46,8 @@ pub(super) struct Below {
     /// The members as one disk, where there are at least two.
     view: Option<Arc<View>>,
     disk: SharedDisk,
+    /// The same, for reads of which a flash cache keeps nothing, where there is one.
+    fills: Option<SharedDisk>,
     tally: HostTally,
     /// How much the mapping of each image takes as a whole, in bytes.
     needs: Vec<u64>,
@@ -91,8 +94,14 @@ impl Below {
         for (index, image) in found.into_iter().enumerate().rev() {
             let below = members.last().map(|member| member.opened.disk.clone());
             let depth = index + 1;
-            let how =
-                How { read_only: true, snapshot: None, tally: &tally, mapping_share: memory[depth], options };
+            let how = How {
+                read_only: true,
+                snapshot: None,
+                tally: &tally,
+                mapping_share: memory[depth],
+                fills: None,
+                options,
+            };
             let Found { path, storage, data_file, parts, head } = image;
             let opened = match &snapshots[index] {
                 None => open_disk(&*head, files_of(&storage, data_file.as_ref(), below), &parts, how).await,
@@ -122,7 +131,14 @@ impl Below {
             };
             let opened = opened.map_err(|error| describe(error, &path, depth))?;
             let is_snapshot = snapshots[index].is_some();
-            members.push(Member { path, storage, data_file, parts, head, is_snapshot, opened });
+            // The file of a snapshot is written meanwhile.
+            let flash = match is_snapshot || data_file.is_some() || !parts.is_empty() {
+                true => None,
+                false => over_below(options, &*storage, &opened.disk)
+                    .await
+                    .map_err(|error| describe(error, &path, depth))?,
+            };
+            members.push(Member { path, storage, data_file, parts, head, is_snapshot, opened, flash });
         }
         members.reverse();
         for (index, member) in members.iter().enumerate() {
@@ -141,7 +157,12 @@ impl Below {
         let view = has_view.then(|| View::new(layers.collect(), memory_of_view));
         let disk = match &view {
             Some(view) => view.clone(),
-            None => members[0].opened.disk.clone(),
+            None => members[0].disk().clone(),
+        };
+        let has_flash = members.iter().any(|member| member.flash.is_some());
+        let fills = match &view {
+            Some(view) => has_flash.then(|| Arc::new(Unadmitting(view.clone())) as SharedDisk),
+            None => members[0].flash.as_ref().map(|flashed| flashed.unadmitting()),
         };
         let is_one_file = |member: &Member| member.data_file.is_none() && member.parts.is_empty();
         let identities = identities.filter(|_| members.iter().all(is_one_file));
@@ -154,6 +175,7 @@ impl Below {
             bases,
             view,
             disk,
+            fills,
             tally,
             needs,
             users,
@@ -224,8 +246,10 @@ impl Below {
 fn layer_of(member: &Member, is_snapshot: bool) -> Layer {
     let is_whole = member.head.kind() == FormatKind::Raw;
     // What lies in several files has no one storage.
-    let is_exchanged = is_snapshot || !member.parts.is_empty();
-    Layer { disk: member.opened.disk.clone(), is_whole, is_exchanged }
+    // What is cached is found by the disk, not by the storage.
+    let is_exchanged = is_snapshot || !member.parts.is_empty() || member.flash.is_some();
+    let unadmitting = member.flash.as_ref().map(|flashed| flashed.unadmitting());
+    Layer { disk: member.disk().clone(), unadmitting, is_whole, is_exchanged }
 }
 
 /// One disk's place on the images below it.
@@ -246,6 +270,11 @@ impl Stand {
 
     pub(super) fn disk(&self) -> &SharedDisk {
         &self.below.disk
+    }
+
+    /// What a format completes blocks from, if that is not the disk.
+    pub(super) fn fills(&self) -> Option<SharedDisk> {
+        self.below.fills.clone()
     }
 
     pub(super) fn tally(&self) -> &HostTally {

@@ -20,6 +20,7 @@ use vellum_core::{Context, Error, ErrorKind, Result};
 
 use crate::hydrate::is_whole;
 
+use super::below::Stand;
 use super::pins::FoundBelow;
 use super::taps::over;
 use super::{Chain, How, files_of, mapping_need, open_disk, top_share};
@@ -185,6 +186,8 @@ impl Chain {
         if self.below.is_none() {
             return Ok(());
         }
+        // What only the cache has would undo what was prepared.
+        self.drain().await?;
         if !self.can_be_detached() {
             self.prepare_detach(&|| stop.load(Ordering::Relaxed)).await?;
         }
@@ -219,11 +222,12 @@ impl Chain {
 
     /// Closes the top image. If that fails its disk can still be used: as it was before, or opened again,
     /// unless that failed too.
-    async fn close_top(&mut self) -> Result<()> {
+    pub(super) async fn close_top(&mut self) -> Result<()> {
         let top = &self.top;
         // When this fails nothing has happened to the disk.
-        top.opened.disk.flush().await.context(|| format!("can't flush {}", top.path.display()))?;
-        let closed = top.opened.disk.close().await.context(|| format!("can't close {}", top.path.display()));
+        top.disk().flush().await.context(|| format!("can't flush {}", top.path.display()))?;
+        // The cache writes home what only it has.
+        let closed = top.disk().close().await.context(|| format!("can't close {}", top.path.display()));
         if let Err(error) = &closed {
             self.gone = Some(error.clone());
             self.mend().await?;
@@ -232,7 +236,7 @@ impl Chain {
     }
 
     /// Opens the top image again, when it was left closed.
-    async fn mend(&mut self) -> Result<()> {
+    pub(super) async fn mend(&mut self) -> Result<()> {
         let Some(why) = self.gone.clone() else { return Ok(()) };
         self.flush_top().await.context(|| why.chain())?;
         self.open_top_again().await.context(|| why.chain())
@@ -250,7 +254,7 @@ impl Chain {
     }
 
     /// Opens the top image, which was closed, over those below as they are.
-    async fn open_top_again(&mut self) -> Result<()> {
+    pub(super) async fn open_top_again(&mut self) -> Result<()> {
         self.is_whole = false;
         let mut opened = self.try_open_top().await;
         if opened.is_err() && self.flush_top().await.is_ok() {
@@ -282,14 +286,20 @@ impl Chain {
             snapshot: self.options.snapshot.clone(),
             tally: &self.top_tally,
             mapping_share: top_share(self.top_need, self.below.as_ref(), &self.options),
+            fills: self.below.as_ref().and_then(Stand::fills),
             options: &self.options,
         };
         let files = files_of(&top.storage, top.data_file.as_ref(), below);
         let opened = open_disk(&*head, files, &top.parts, how).await.context(context)?;
-        (top.head, top.opened) = (head, opened);
+        (top.head, top.opened, top.flash) = (head, opened, None);
+        if let Err(error) = top.put_under_flash(&self.options, self.flash_id).await {
+            drop(top.opened.disk.close().await);
+            return Err(error.context(context()));
+        }
         if let Some(tap) = &self.tap {
             tap.is_below(&*top.opened.disk);
         }
+        self.tell_flash();
         Ok(())
     }
 }

@@ -199,6 +199,7 @@ impl Wanted {
             snapshot: Some(self.snapshot.id.to_string()),
             tally: &self.tally,
             mapping_share: self.mapping_share,
+            fills: None,
             options: &self.options,
         };
         Ok(open_disk(&*head, files_of(&storage, None, self.below.clone()), &[], how).await?.disk)

@@ -41,6 +41,8 @@ struct Key {
     way: u64,
     mapping_bytes_max: Option<u64>,
     secrets: SameSecrets,
+    /// Whether a flash cache is over them.
+    is_flashed: bool,
 }
 
 /// The secrets that images were opened with, compared by which they are and not by what they say.
@@ -115,6 +117,7 @@ impl Templates {
             way: way.opener().way(),
             mapping_bytes_max: options.mapping_bytes_max,
             secrets: SameSecrets(options.secrets.clone()),
+            is_flashed: options.is_flashed(),
         });
         // Waits only while they are being opened.
         let known = slot.lock().await.upgrade();

@@ -6,10 +6,12 @@ use std::process::ExitCode;
 use serde_json::Value;
 use vellum_core::{Context, Error, Result};
 use vellum_daemon::control::{Request, call};
+use vellum_daemon::flash::word_of;
 use vellum_daemon::spec::parse_address;
-use vellum_daemon::{Address, FormatKind, IoMode, RateLimits, run as run_worker};
+use vellum_daemon::{Address, FlashPolicy, FormatKind, IoMode, RateLimits, run as run_worker};
 
 use super::Outcome;
+use super::flash::policy::parse_policy;
 use super::limits::limits_of;
 use crate::args::{OutputFormat, parse_format};
 use crate::output::{human_bytes, printable, say, say_json, table};
@@ -75,6 +77,11 @@ struct Add {
     /// Limits of the disk, such as iops-total=1000,bps-write=50M; see `vellum limits`
     #[arg(long, value_name = "NAME=N,…", value_parser = limits_of)]
     limit: Option<RateLimits>,
+    /// How the disk uses the flash cache of the server: writeback, readonly or off
+    ///
+    /// Default: the server's --flash-policy.
+    #[arg(long, value_name = "POLICY", value_parser = parse_policy)]
+    flash_policy: Option<FlashPolicy>,
 }
 
 /// Stop serving an export and close its image
@@ -140,7 +147,16 @@ pub(crate) fn run(args: &Args) -> Outcome {
             at.show(&answer, |answer| show(answer.as_array().map_or(&[], Vec::as_slice)));
         }
         What::Add(add) => {
-            let Add { at, export: (name, image), format, read_only, vhost_user_blk, nbd, limit } = &**add;
+            let Add {
+                at,
+                export: (name, image),
+                format,
+                read_only,
+                vhost_user_blk,
+                nbd,
+                limit,
+                flash_policy,
+            } = &**add;
             if name.contains('@') {
                 return Err(
                     Error::invalid(format!("{name:?}: the name of an export must not contain @")).into()
@@ -154,6 +170,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
                 vhost_user_blk: vhost_user_blk.as_deref().map(absolute).transpose()?,
                 nbd: nbd.as_ref().map(address_text).transpose()?,
                 limits: limit.as_ref().map(|limits| limits.said().into_iter().collect()),
+                flash_policy: flash_policy.map(|policy| word_of(policy).to_owned()),
             };
             let answer = at.ask(&request)?;
             at.show(&answer, |_| say("Added; the disk is being served."));

@@ -9,6 +9,7 @@ pub(crate) mod control;
 pub(crate) mod convert;
 pub(crate) mod create;
 pub(crate) mod export;
+pub(crate) mod flash;
 pub(crate) mod flatten;
 pub(crate) mod info;
 pub(crate) mod journal;

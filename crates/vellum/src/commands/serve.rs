@@ -9,11 +9,12 @@ use vellum_core::{Error, Result, UrlPrefix};
 use vellum_daemon::spec::{parse_address, parse_nbd};
 use vellum_daemon::stats::DiskStats;
 use vellum_daemon::{
-    Address, BootTrace, ExportSpec, FormatKind, FuseSpec, GrowHook, HydrationSpec, ImageOptions, IoMode,
-    NbdSpec, NotifySocket, PassedSocket, PassedTo, Prealloc, PrefetchLimits, RateLimits, ReadyDisk,
-    ServeSpec, SocketRights, TlsFiles, UblkSpec, VhostSpec, serve,
+    Address, BootTrace, ExportSpec, FlashPolicy, FlashSpec, FormatKind, FuseSpec, GrowHook, HydrationSpec,
+    ImageOptions, IoMode, NbdSpec, NotifySocket, PassedSocket, PassedTo, Prealloc, PrefetchLimits,
+    RateLimits, ReadyDisk, ServeSpec, SocketRights, TlsFiles, UblkSpec, VhostSpec, serve,
 };
 
+use super::flash::policy::parse_policy;
 use super::limits::limits_of;
 use super::prefetch::prefetch_limits_of;
 use super::trace::read_trace;
@@ -31,6 +32,7 @@ const OTHERS: &str = "Virtual machines, files and block devices";
 const IMAGES: &str = "Images";
 const PERFORMANCE: &str = "Performance";
 const HYDRATION: &str = "Copying from backing images";
+const FLASH: &str = "Flash cache";
 const WRITES: &str = "Durability, space and limits";
 const CONTROL: &str = "Control, sockets and statistics";
 
@@ -178,6 +180,23 @@ pub(crate) struct Args {
     /// Record in which order the backing images are read, for `vellum trace record`
     #[arg(long, help_heading = HYDRATION)]
     record_trace: bool,
+    /// Keep blocks of the images in this flash cache, a file or block device on a fast local drive
+    ///
+    /// `vellum flash create` makes it. One server at a time has it, for all of its disks.
+    #[arg(long, value_name = "PATH", help_heading = FLASH)]
+    flash: Option<PathBuf>,
+    /// How disks use the flash cache: writeback, readonly or off
+    ///
+    /// writeback: writes and flushes go to the cache, and home to the image later; until then the image can only be used
+    /// with its cache. readonly: writes go to the image, and what is read is cached. Default: writeback for qcow2 (version 3)
+    /// and vellum images, readonly for others. EXPORT: selects the disk. May be given several times.
+    #[arg(long, value_name = "[EXPORT:]POLICY", value_parser = parse_flash_policy, requires = "flash", help_heading = FLASH)]
+    flash_policy: Vec<ExportPolicy>,
+    /// At exit, leave in the flash cache what the images do not have yet
+    ///
+    /// The server ends sooner, and the images can only be used with this cache. By default the images are completed.
+    #[arg(long, requires = "flash", help_heading = FLASH)]
+    flash_keep: bool,
     /// Run this command when the device of a vellum image is nearly full
     ///
     /// The image needs layout=zoned or table. The command is run without a shell; {device}, {size} (the new size
@@ -351,6 +370,28 @@ fn limits_for(all: &[ExportLimits], name: &str) -> RateLimits {
     all.iter().rfind(is_it).map_or_else(RateLimits::default, |one| one.limits.clone())
 }
 
+/// What `--flash-policy` says, and of which export.
+#[derive(Debug, Clone)]
+struct ExportPolicy {
+    export: Option<String>,
+    policy: FlashPolicy,
+}
+
+fn parse_flash_policy(text: &str) -> Result<ExportPolicy> {
+    // A policy has no colon in it.
+    let (export, policy) = match text.rsplit_once(':') {
+        Some((export, policy)) => (Some(export.to_owned()), policy),
+        None => (None, text),
+    };
+    Ok(ExportPolicy { export, policy: parse_policy(policy)? })
+}
+
+/// The policy that an export has: one that names it counts, else the last that names none.
+fn policy_for(all: &[ExportPolicy], name: Option<&str>) -> Option<FlashPolicy> {
+    let own = all.iter().rfind(|one| one.export.is_some() && one.export.as_deref() == name);
+    own.or_else(|| all.iter().rfind(|one| one.export.is_none())).map(|one| one.policy)
+}
+
 fn parse_vhost(text: &str) -> Result<VhostSpec> {
     let (export, path) = parse_place(text, "socket", "PATH")?;
     Ok(VhostSpec { export, path, queues: None, takes_unsealed: false })
@@ -489,6 +530,7 @@ pub(crate) fn run(args: Args) -> Outcome {
     let default = args.image.clone().map(|path| (String::new(), path));
     let exports = default.into_iter().chain(args.export.clone()).map(|(name, path)| ExportSpec {
         rate_limits: limits_for(&args.limit, &name),
+        flash_policy: policy_for(&args.flash_policy, Some(&name)),
         hydration: HydrationSpec {
             copy_on_read: is_for(&args.copy_on_read, &name),
             prefetch: is_for(&args.prefetch, &name),
@@ -504,6 +546,10 @@ pub(crate) fn run(args: Args) -> Outcome {
     if let Some(name) = args.limit.iter().filter_map(|one| one.export.as_ref()).find(|name| is_unknown(name))
     {
         return Err(Error::invalid(format!("--limit: there is no export {name:?}")).into());
+    }
+    let mut policies = args.flash_policy.iter().filter_map(|one| one.export.as_ref());
+    if let Some(name) = policies.find(|name| is_unknown(name)) {
+        return Err(Error::invalid(format!("--flash-policy: there is no export {name:?}")).into());
     }
     for (option, names) in [("--copy-on-read", &args.copy_on_read), ("--prefetch", &args.prefetch)] {
         if let Some(name) = names.iter().find(|name| !name.is_empty() && is_unknown(name)) {
@@ -544,6 +590,8 @@ pub(crate) fn run(args: Args) -> Outcome {
         memory_bytes: usize::try_from(args.memory).unwrap_or(usize::MAX),
         session_limits: Default::default(),
         drain_time: Duration::from_secs(args.drain_seconds),
+        flash: args.flash.clone().map(|path| FlashSpec { path, keeps_dirty: args.flash_keep }),
+        flash_policy: policy_for(&args.flash_policy, None),
         grow_hook: args.grow_hook.clone(),
         image: image.clone(),
         queues: args.queues,

@@ -35,7 +35,10 @@ pub(crate) fn run(args: &Args) -> Outcome {
     }
     match args.target.output {
         OutputFormat::Json => say_json(&answer),
-        OutputFormat::Human => show(answer["disks"].as_array().map_or(&[], Vec::as_slice)),
+        OutputFormat::Human => {
+            show(answer["disks"].as_array().map_or(&[], Vec::as_slice));
+            cache(&answer["flash"]).iter().for_each(|line| say(line));
+        }
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -75,6 +78,35 @@ fn row(disk: &Value) -> [String; HEADINGS.len()] {
     ]
 }
 
+/// What the flash cache does for a disk, and for the images below it.
+fn flash(said: &Value) -> Option<String> {
+    let policy = said["policy"].as_str()?;
+    let sum = |name: &str| number(&said["disk"][name]) + number(&said["below"][name]);
+    let (hits, reads) = (sum("hits"), sum("hits") + sum("misses"));
+    let ratio = if reads == 0 { String::new() } else { format!(" ({} %)", hits * 100 / reads) };
+    Some(format!(
+        "flash cache: {policy}; hits {hits}{ratio}, misses {}, kept {}; not home yet: {}",
+        sum("misses"),
+        sum("admitted"),
+        human_bytes(number(&said["dirty-bytes"]))
+    ))
+}
+
+/// The flash cache itself.
+fn cache(said: &Value) -> Vec<String> {
+    let Some(state) = said["state"].as_str() else { return Vec::new() };
+    let bytes = |name: &str| human_bytes(number(&said[name]));
+    let mut lines = vec![format!(
+        "flash cache {}: {state}; {} of {} used, {} not home yet",
+        printable(said["path"].as_str().unwrap_or_default()),
+        bytes("cached-bytes"),
+        bytes("capacity-bytes"),
+        bytes("dirty-bytes")
+    )];
+    lines.extend(said["last-error"].as_str().map(|error| format!("  last error: {}", printable(error))));
+    lines
+}
+
 fn details(disk: &Value) -> Vec<String> {
     let mut lines = Vec::new();
     if let Some(seconds) = disk["paused-seconds"].as_u64() {
@@ -93,6 +125,7 @@ fn details(disk: &Value) -> Vec<String> {
             number(&request["offset"]),
         ));
     }
+    lines.extend(flash(&disk["flash"]));
     if let Some(error) = disk["last-error"].as_object() {
         let text = |name: &str| error.get(name).and_then(Value::as_str).unwrap_or_default();
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());

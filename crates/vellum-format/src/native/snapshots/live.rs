@@ -70,6 +70,7 @@ impl Native {
             data: self.data.clone(),
             under: self.under.clone(),
             below: self.below.clone(),
+            fills: None,
             home: HomePages::new(places.homes()),
             cell: self.cell,
             block_locks: std::array::from_fn(|_| Default::default()),

@@ -1,0 +1,178 @@
+//! What is done with a flash cache that no server has open: it is made, looked at, checked, emptied into the images,
+//! and given up. Each function must be called on a worker.
+
+use std::path::{Path, PathBuf};
+
+use vellum_core::{Buffer, Context, Error, ErrorKind, ImageOffset, Result, SharedStorage};
+use vellum_flash::{FlashCache, FlashPolicy, Look, RowFacts};
+use vellum_format::session::Session;
+use vellum_io::{File, OpenOptions};
+use vellum_layer::FlashChoice;
+
+use super::{cannot_open, open_cache, open_storage, random_bytes};
+use crate::image::{ImageOptions, open_file, open_image};
+
+/// How much of a file or device is looked at for something that would be lost.
+const LOOKED_AT: u64 = 1 << 20;
+
+/// A cache that was made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Made {
+    /// The length of the file, or of the part of the device that is used, in bytes.
+    pub size: u64,
+    /// What it can hold, in bytes.
+    pub capacity: u64,
+}
+
+/// Makes a cache of `size` bytes: a file, which must not exist, or all of a block device if no size is given. What is
+/// there is only overwritten with `force`.
+///
+/// # Errors
+/// `Invalid` for a size that is too small, `Refused` if something is there, and those of the storage.
+pub async fn create(path: &Path, size: Option<u64>, force: bool) -> Result<Made> {
+    let context = || format!("can't make a flash cache of {}", path.display());
+    let is_new = !path.exists();
+    let storage: SharedStorage = match is_new {
+        true => File::create_new(path, OpenOptions::writing()).await?,
+        false => open_storage(path, true).await?,
+    };
+    let made = fill_new(&storage, path, size, force).await.context(context);
+    if made.is_err() && is_new {
+        drop(storage);
+        drop(std::fs::remove_file(path));
+    }
+    made
+}
+
+async fn fill_new(storage: &SharedStorage, path: &Path, size: Option<u64>, force: bool) -> Result<Made> {
+    let is_device = storage.limits().fixed_len;
+    let size = match size {
+        None if is_device => storage.len(),
+        None => return Err(Error::invalid("give the size after the file name, for example 20G")),
+        Some(size) if is_device && size > storage.len() => {
+            return Err(Error::invalid(format!("the device has only {} bytes", storage.len())));
+        }
+        Some(size) => size,
+    };
+    if !force && holds_something(storage).await? {
+        return Err(Error::new(
+            ErrorKind::Refused,
+            format!(
+                "{} is not empty: use --force to overwrite it. If it is a flash cache, images may be behind without it \
+                 (`vellum flash info` shows that)",
+                path.display()
+            ),
+        ));
+    }
+    if !is_device {
+        storage.set_len(size).await?;
+        // A write to it is not to fail for want of space. Where the host cannot reserve any, it may.
+        match storage.preallocate(ImageOffset::ZERO.span(size)).await {
+            Err(error) if error.kind() != ErrorKind::Unsupported => return Err(error),
+            _ => {}
+        }
+    }
+    let secret = u64::from_be_bytes(random_bytes()?);
+    let facts = vellum_flash::create(storage, size, random_bytes()?, secret).await?;
+    Ok(Made { size, capacity: facts.slots * 4096 })
+}
+
+/// Whether the beginning of it is not zero.
+async fn holds_something(storage: &SharedStorage) -> Result<bool> {
+    let len = usize::try_from(storage.len().min(LOOKED_AT)).expect("a mebibyte");
+    let found = storage.read(ImageOffset::ZERO, Buffer::for_overwrite(len)).await?;
+    Ok(found.slice().iter().any(|byte| *byte != 0))
+}
+
+/// What is in a cache. Nothing is written.
+///
+/// # Errors
+/// `Locked` while a server has it, `Invalid` if it is none, `Corrupt` if it is damaged.
+pub async fn look(path: &Path) -> Result<Look> {
+    let storage = open_storage(path, false).await?;
+    vellum_flash::look(&storage).await.context(|| cannot_open(path))
+}
+
+/// Compares all that a cache says of itself. `say` gets a line for each thing found. Returns how many there are.
+/// Nothing is written.
+///
+/// # Errors
+/// As [`look`].
+pub async fn check(path: &Path, say: &mut dyn FnMut(String)) -> Result<u64> {
+    let storage = open_storage(path, false).await?;
+    vellum_flash::check(&storage, say).await.context(|| cannot_open(path))
+}
+
+/// What became of images whose writes a cache had.
+#[derive(Debug, Clone, Default)]
+pub struct Completed {
+    /// The images, and the bytes that each had to be given.
+    pub images: Vec<(PathBuf, u64)>,
+    /// What the cache still has of disks whose images were not named.
+    pub left: Vec<RowFacts>,
+}
+
+/// Recovers a cache, and completes these images: what only the cache has of them is written home. Afterwards they can
+/// be used without it.
+///
+/// # Errors
+/// `Locked` while a server has the cache or an image, `Refused` for an image that this cache knows nothing of, and
+/// those of the cache and of the images. Images that come before are complete.
+pub async fn complete(cache: &Path, images: &[PathBuf], options: &ImageOptions) -> Result<Completed> {
+    let open = open_cache(cache).await?;
+    let mut done = Completed::default();
+    let mut failed = Ok(());
+    for image in images {
+        match complete_one(&open, image, options).await {
+            Ok(bytes) => done.images.push((image.clone(), bytes)),
+            Err(error) => {
+                let context =
+                    format!("can't complete {} from the flash cache {}", image.display(), cache.display());
+                failed = Err(error.context(context));
+                break;
+            }
+        }
+    }
+    done.left = open.rows().into_iter().filter(|row| row.dirty_blocks + row.zero_blocks > 0).collect();
+    let closed = open.close().await;
+    failed?;
+    closed.map(|()| done)
+}
+
+async fn complete_one(
+    cache: &std::sync::Arc<FlashCache>,
+    image: &Path,
+    options: &ImageOptions,
+) -> Result<u64> {
+    let flash = FlashChoice { cache: cache.clone(), policy: Some(FlashPolicy::WriteBack) };
+    let chain = open_image(image, &ImageOptions { flash: Some(flash), ..options.clone() }).await?;
+    let dirty = chain.flash().map_or(0, |flash| flash.dirty_blocks());
+    let drained = chain.drain().await;
+    let closed = chain.close().await;
+    drained.and(closed).map(|()| dirty * 4096)
+}
+
+/// Gives up what a cache has of an image: the image is its disk from now on, although it may be behind. Returns the
+/// session that it named.
+///
+/// # Errors
+/// Those of the image.
+pub async fn forget(path: &Path, options: &ImageOptions) -> Result<Option<Session>> {
+    let (storage, kind) = open_file(path, options).await?;
+    kind.format().forget_session(&storage).await
+}
+
+/// Gives up what a cache has of the disk that it knows by these digits. Returns whether there was anything.
+///
+/// # Errors
+/// `Invalid` for other digits, and those of the cache.
+pub async fn forget_row(cache: &Path, disk: &str) -> Result<bool> {
+    let number = u128::from_str_radix(disk, 16).ok().filter(|_| disk.len() == 32);
+    let number = number.ok_or_else(|| {
+        Error::invalid(format!("invalid disk {disk:?}: use the 32 digits that `vellum flash info` shows"))
+    })?;
+    let open = open_cache(cache).await?;
+    let forgotten = open.forget(number.to_be_bytes()).await;
+    let closed = open.close().await;
+    forgotten.and_then(|was_there| closed.map(|()| was_there))
+}

@@ -1,0 +1,254 @@
+//! What is said of a flash cache and of the disks that use it.
+
+use std::path::Path;
+
+use serde::Serialize;
+use vellum_flash::{Facts, FlashCache, FlashCounts, Look, RowFacts};
+use vellum_layer::Chain;
+
+use super::word_of;
+
+/// Bytes of a block.
+const BLOCK: u64 = 4096;
+
+/// A flash cache that a server has open.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct CacheStats {
+    /// Where it is.
+    pub path: String,
+    /// Its id.
+    pub id: String,
+    /// `running`, or `failed` when it has stopped: its disks refuse writes until the server is started again.
+    pub state: String,
+    /// Why it has stopped.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub last_error: Option<String>,
+    /// Bytes that it can hold.
+    pub capacity_bytes: u64,
+    /// Bytes that it holds.
+    pub cached_bytes: u64,
+    /// Bytes of those that images do not have yet.
+    pub dirty_bytes: u64,
+    /// Runs of zeros that images do not have yet.
+    pub zero_runs: u64,
+    /// Memory that its map takes, in bytes.
+    pub memory_bytes: u64,
+    /// Records that were written: one for each flush, or fewer.
+    pub records: u64,
+    /// Bytes of those.
+    pub record_bytes: u64,
+    /// Parts of the map that were written.
+    pub slices: u64,
+    /// Bytes of those.
+    pub slice_bytes: u64,
+    /// Flushes of the flash.
+    pub flushes: u64,
+}
+
+impl CacheStats {
+    pub(super) fn of(path: &Path, cache: &FlashCache) -> Self {
+        let (facts, counts) = (cache.facts(), cache.counts());
+        let failure = cache.failure();
+        Self {
+            path: path.display().to_string(),
+            id: cache.id().to_string(),
+            state: if failure.is_some() { "failed" } else { "running" }.to_owned(),
+            last_error: failure.map(|error| error.chain()),
+            capacity_bytes: facts.slots * BLOCK,
+            cached_bytes: facts.blocks * BLOCK,
+            dirty_bytes: facts.dirty_blocks * BLOCK,
+            zero_runs: facts.zero_runs,
+            memory_bytes: facts.memory_bytes,
+            records: counts.records,
+            record_bytes: counts.record_bytes,
+            slices: counts.slices,
+            slice_bytes: counts.slice_bytes,
+            flushes: counts.flushes,
+        }
+    }
+}
+
+/// A disk that uses a flash cache.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct FlashStats {
+    /// `writeback`, `readonly` or `off`.
+    pub policy: String,
+    /// Bytes that the cache has and the image has not.
+    pub dirty_bytes: u64,
+    /// What was counted for the disk itself.
+    pub disk: FlashOperations,
+    /// What was counted for the images below it. Disks that share those images share these counts.
+    pub below: FlashOperations,
+}
+
+/// What a flash cache has done for a disk.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct FlashOperations {
+    /// Blocks that were read from the cache.
+    pub hits: u64,
+    /// Blocks that were read from the image.
+    pub misses: u64,
+    /// Blocks that were written to the cache.
+    pub writes: u64,
+    /// Blocks that were read from the image and kept.
+    pub admitted: u64,
+    /// Blocks that were read from the image and not kept.
+    pub refused: u64,
+    /// Blocks that were given up early, because a write masks them.
+    pub demoted: u64,
+    /// Blocks that were written home to the image.
+    pub written_home: u64,
+    /// Bytes written to flash for writes.
+    pub write_bytes: u64,
+    /// Bytes written to flash to keep what was read.
+    pub admit_bytes: u64,
+    /// Requests to flash or to the image that failed.
+    pub errors: u64,
+}
+
+impl From<FlashCounts> for FlashOperations {
+    fn from(counts: FlashCounts) -> Self {
+        Self {
+            hits: counts.hits,
+            misses: counts.misses,
+            writes: counts.writes,
+            admitted: counts.admitted,
+            refused: counts.refused,
+            demoted: counts.demoted,
+            written_home: counts.written_home,
+            write_bytes: counts.slot_writes,
+            admit_bytes: counts.admit_writes,
+            errors: counts.errors,
+        }
+    }
+}
+
+impl FlashStats {
+    /// Those of the disk of a chain; `None` if the chain has no cache.
+    pub(crate) fn of(chain: &Chain) -> Option<Self> {
+        let below: FlashOperations = chain.flash_below().into();
+        match chain.flash() {
+            Some(flash) => Some(Self {
+                policy: word_of(flash.policy()).to_owned(),
+                dirty_bytes: flash.dirty_blocks() * BLOCK,
+                disk: flash.counts().into(),
+                below,
+            }),
+            None if chain.has_flash_choice() => {
+                Some(Self { policy: "off".to_owned(), below, ..Self::default() })
+            }
+            None => None,
+        }
+    }
+}
+
+/// What a cache that no server has open holds, for programs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct CacheFacts {
+    /// Where it is.
+    pub filename: String,
+    /// Its id.
+    pub id: String,
+    /// The length of the file or device that it uses, in bytes.
+    pub size: u64,
+    /// Bytes that it can hold.
+    pub capacity_bytes: u64,
+    /// Bytes that it holds.
+    pub cached_bytes: u64,
+    /// Bytes of those that images do not have yet.
+    pub dirty_bytes: u64,
+    /// Runs of zeros that images do not have yet.
+    pub zero_runs: u64,
+    /// The number of its newest record.
+    pub sequence: u64,
+    /// Memory that its map takes in a server, in bytes.
+    pub memory_bytes: u64,
+    /// The disks of which it knows something.
+    pub disks: Vec<DiskFacts>,
+}
+
+/// A disk of which a cache knows something.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct DiskFacts {
+    /// What it is known by.
+    pub disk: String,
+    /// The number of the newest session; none for an image that is only read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub session: Option<String>,
+    /// Bytes that are cached.
+    pub cached_bytes: u64,
+    /// Bytes that its image does not have yet.
+    pub dirty_bytes: u64,
+    /// Bytes that are zero, and that its image does not have as zeros yet.
+    pub zero_bytes: u64,
+}
+
+impl DiskFacts {
+    fn of(row: &RowFacts) -> Self {
+        Self {
+            disk: row.disk.iter().map(|byte| format!("{byte:02x}")).collect(),
+            session: row.newest.map(|number| number.to_string()),
+            cached_bytes: row.blocks * BLOCK,
+            dirty_bytes: row.dirty_blocks * BLOCK,
+            zero_bytes: row.zero_blocks * BLOCK,
+        }
+    }
+}
+
+/// What is found in a cache, as it is answered.
+pub fn facts_said(path: &Path, found: &Look) -> CacheFacts {
+    let Facts { file_bytes, slots, blocks, dirty_blocks, zero_runs, sequence, memory_bytes, .. } =
+        found.facts;
+    CacheFacts {
+        filename: path.display().to_string(),
+        id: found.id.to_string(),
+        size: file_bytes,
+        capacity_bytes: slots * BLOCK,
+        cached_bytes: blocks * BLOCK,
+        dirty_bytes: dirty_blocks * BLOCK,
+        zero_runs,
+        sequence,
+        memory_bytes,
+        disks: found.rows.iter().map(DiskFacts::of).collect(),
+    }
+}
+
+/// A picture of the slots of a cache, from the first to the last, in `columns` characters: `.` where nothing is
+/// cached, `-`, `=`, `#` for a part that is up to a half, mostly, or all in use, and `*` where some of it is dirty.
+pub fn map_strip(found: &Look, columns: usize) -> String {
+    let columns = columns.clamp(1, found.strip.len().max(1));
+    let of = |column: usize| {
+        let (first, end) = (column * found.strip.len() / columns, (column + 1) * found.strip.len() / columns);
+        let part = &found.strip[first..end];
+        let sum = |number: fn(&(u32, u32, u32)) -> u32| part.iter().map(|one| u64::from(number(one))).sum();
+        let (slots, used, dirty): (u64, u64, u64) = (sum(|one| one.0), sum(|one| one.1), sum(|one| one.2));
+        match () {
+            () if dirty > 0 => '*',
+            () if used == 0 => '.',
+            () if used * 2 <= slots => '-',
+            () if used < slots => '=',
+            () => '#',
+        }
+    };
+    (0..columns).map(of).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_strip_shows_what_is_used_and_what_is_dirty() {
+        let strip = vec![(4, 0, 0), (4, 1, 0), (4, 3, 0), (4, 4, 0), (4, 4, 1), (4, 0, 0)];
+        let found = Look { strip, ..Look::default() };
+        assert_eq!(map_strip(&found, 80), ".-=#*.");
+        assert_eq!(map_strip(&found, 3), "-=*");
+        assert_eq!(map_strip(&found, 1), "*");
+        assert_eq!(map_strip(&Look::default(), 10), "");
+    }
+}

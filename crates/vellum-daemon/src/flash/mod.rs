@@ -1,0 +1,219 @@
+//! The flash cache of a server: one file or block device, open and locked while the server runs, for all of its disks.
+//!
+//! ```text
+//!   --flash PATH ──► opened and recovered, before any disk
+//!                      │ each disk gets a place in it as it is opened (`vellum-layer`, chain/flash.rs)
+//!                      ├── tended: write-back in the background
+//!                      ▼
+//!                    closed after the last disk
+//! ```
+//!
+//! `closed` has what is done with a cache that no server has open.
+
+mod closed;
+mod facts;
+
+pub use closed::{Completed, Made, check, complete, create, forget, forget_row, look};
+pub use facts::{CacheFacts, CacheStats, DiskFacts, FlashOperations, FlashStats, facts_said, map_strip};
+
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use vellum_core::{Context, Error, ErrorKind, Random, Result, SharedStorage, lock};
+use vellum_flash::{FlashCache, FlashOptions, FlashPolicy};
+use vellum_io::{File, LockMode, OpenOptions, Spawned, WorkersHandle, clock};
+use vellum_layer::FlashChoice;
+
+use crate::contained::in_rounds;
+
+/// How often a cache is tended while there is something to write home.
+const OFTEN: Duration = Duration::from_millis(50);
+/// And while there is not.
+const SELDOM: Duration = Duration::from_millis(500);
+/// Between two things that are done at once, so that requests come first.
+const NEXT: Duration = Duration::from_millis(1);
+
+/// The flash cache that a server uses.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FlashSpec {
+    /// Where it is: a file or a block device.
+    pub path: PathBuf,
+    /// What the images lack stays in the cache when the server ends.
+    pub keeps_dirty: bool,
+}
+
+/// The policy of this name.
+///
+/// # Errors
+/// `Invalid`, with all names.
+pub fn policy_of(name: &str) -> Result<FlashPolicy> {
+    POLICIES.into_iter().find(|policy| word_of(*policy) == name).ok_or_else(|| {
+        let names: Vec<_> = POLICIES.into_iter().map(word_of).collect();
+        Error::invalid(format!("unknown policy {name:?}: use {}", names.join(", ")))
+    })
+}
+
+/// Its name.
+pub fn word_of(policy: FlashPolicy) -> &'static str {
+    match policy {
+        FlashPolicy::WriteBack => "writeback",
+        FlashPolicy::WriteThrough => "writethrough",
+        FlashPolicy::ReadOnly => "readonly",
+        FlashPolicy::Off => "off",
+    }
+}
+
+/// Those that a user can choose.
+const POLICIES: [FlashPolicy; 3] = [FlashPolicy::WriteBack, FlashPolicy::ReadOnly, FlashPolicy::Off];
+
+/// Opens the file or block device of a cache. It is locked: for writing against all others, for reading against
+/// writers.
+pub(crate) async fn open_storage(path: &Path, writable: bool) -> Result<SharedStorage> {
+    let options = match writable {
+        true => OpenOptions::writing(),
+        false => OpenOptions { lock: LockMode::Read, ..OpenOptions::reading() },
+    };
+    let opened = File::open(path, options).await;
+    Ok(opened.map_err(|error| match error.kind() {
+        ErrorKind::Locked => error.context(format!(
+            "the flash cache {} is in use: one server at a time has it, and all of its disks are served by that one",
+            path.display()
+        )),
+        ErrorKind::NotFound => error.context(format!(
+            "can't open the flash cache {} (`vellum flash create` makes one)",
+            path.display()
+        )),
+        _ => error.context(cannot_open(path)),
+    })?)
+}
+
+fn cannot_open(path: &Path) -> String {
+    format!("can't open the flash cache {}", path.display())
+}
+
+/// Opens a cache, which recovers it.
+///
+/// # Errors
+/// `Locked` while another program has it, `Invalid` if it is none, and those of the cache.
+pub(crate) async fn open_cache(path: &Path) -> Result<Arc<FlashCache>> {
+    let storage = open_storage(path, true).await?;
+    let chance = Random::from_seed(u64::from_be_bytes(random_bytes()?));
+    FlashCache::open(storage, FlashOptions::new(Some(clock()), chance)).await.context(|| cannot_open(path))
+}
+
+/// Random bytes of the host, as the seed of the numbers that a cache draws.
+pub(crate) fn random_bytes<const N: usize>() -> Result<[u8; N]> {
+    let mut bytes = [0; N];
+    let read = std::fs::File::open("/dev/urandom")
+        .and_then(|mut source| std::io::Read::read_exact(&mut source, &mut bytes));
+    read.context(|| "can't read random bytes from /dev/urandom")?;
+    Ok(bytes)
+}
+
+/// The cache of a server, from before the first disk until after the last.
+pub(crate) struct HostFlash {
+    path: PathBuf,
+    keeps_dirty: bool,
+    is_server_ending: AtomicBool,
+    cache: Arc<FlashCache>,
+    has_ended: Arc<AtomicBool>,
+    tending: Mutex<Option<Spawned<()>>>,
+    has_said: AtomicBool,
+}
+
+impl std::fmt::Debug for HostFlash {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("HostFlash").field("path", &self.path).finish_non_exhaustive()
+    }
+}
+
+impl HostFlash {
+    /// Opens it, and begins to tend it.
+    pub(crate) async fn open(spec: &FlashSpec, workers: &WorkersHandle) -> Result<Arc<Self>> {
+        let cache = open_cache(&spec.path).await?;
+        let flash = Arc::new(Self {
+            path: spec.path.clone(),
+            keeps_dirty: spec.keeps_dirty,
+            is_server_ending: AtomicBool::new(false),
+            cache,
+            has_ended: Arc::default(),
+            tending: Mutex::default(),
+            has_said: AtomicBool::new(false),
+        });
+        let (its, ended) = (flash.clone(), flash.has_ended.clone());
+        let task = workers.spawn(workers.count() - 1, move || async move {
+            in_rounds("write-back from the flash cache", async || {
+                if ended.load(Ordering::Acquire) {
+                    return ControlFlow::Break(());
+                }
+                its.tend_once().await;
+                ControlFlow::Continue(())
+            })
+            .await;
+        });
+        *lock(&flash.tending) = Some(task);
+        Ok(flash)
+    }
+
+    async fn tend_once(&self) {
+        let has_more = self.cache.tend(clock().now()).await;
+        self.say_if_stopped();
+        let pause = match (has_more, self.cache.facts().dirty_blocks > 0) {
+            (true, _) => NEXT,
+            (false, true) => OFTEN,
+            (false, false) => SELDOM,
+        };
+        clock().sleep(pause).await;
+    }
+
+    /// Warns once when the flash has failed.
+    fn say_if_stopped(&self) {
+        if let Some(error) = self.cache.failure()
+            && !self.has_said.swap(true, Ordering::AcqRel)
+        {
+            tracing::warn!(
+                "the flash cache {} has failed, and its disks refuse writes until the server is started again: {}",
+                self.path.display(),
+                error.chain()
+            );
+        }
+    }
+
+    /// As disks use it.
+    pub(crate) fn choice(&self, policy: Option<FlashPolicy>) -> FlashChoice {
+        FlashChoice { cache: self.cache.clone(), policy }
+    }
+
+    /// The server ends: disks that are closed from now on may leave dirty blocks in it.
+    pub(crate) fn server_ends(&self) {
+        self.is_server_ending.store(true, Ordering::Release);
+    }
+
+    /// Whether dirty blocks stay in it when a disk is closed for good. One that is removed from a server is complete.
+    pub(crate) fn keeps_dirty(&self) -> bool {
+        self.keeps_dirty && self.is_server_ending.load(Ordering::Acquire)
+    }
+
+    /// What is known of it now.
+    pub(crate) fn stats(&self) -> CacheStats {
+        CacheStats::of(&self.path, &self.cache)
+    }
+
+    /// Closes it. All disks are closed by now, or hang.
+    ///
+    /// # Errors
+    /// Those of the cache.
+    pub(crate) async fn end(&self) -> Result<()> {
+        self.has_ended.store(true, Ordering::Release);
+        let task = lock(&self.tending).take();
+        if let Some(task) = task {
+            // A worker that has ended has nothing in flight.
+            let _ = task.await;
+        }
+        self.say_if_stopped();
+        self.cache.close().await.context(|| format!("can't close the flash cache {}", self.path.display()))
+    }
+}

@@ -1,0 +1,90 @@
+//! The flash cache over a disk that is served: its policy, and what only the cache has.
+//!
+//! ```text
+//!   another policy    drain, while guests are at work ► requests wait ► drain the rest ► the image is closed, and
+//!                     opened again with the policy ► requests continue
+//!   a snapshot        drain ► requests wait ► drain the rest ► the snapshot is made ► requests continue
+//! ```
+//!
+//! All other steps that close the image (resizing, reverting, detaching, migrating, reopening) find it complete: its
+//! close drains it. Only the last closing of all may leave dirty blocks in the cache, with `--flash-keep`.
+
+use vellum_core::{Error, Result, lock};
+use vellum_flash::FlashPolicy;
+use vellum_layer::Chain;
+
+use super::{IS_READ, Served, Step, reads_a_snapshot};
+use crate::flash::FlashStats;
+
+impl Served {
+    /// What it does with the flash cache of the server.
+    ///
+    /// # Errors
+    /// `Unsupported` where the server has none.
+    pub(crate) async fn flash_stats(&self) -> Result<FlashStats> {
+        let chain = self.chain.read().await;
+        let chain = chain.as_ref().ok_or_else(|| self.is_closed())?;
+        FlashStats::of(chain).ok_or_else(no_cache)
+    }
+
+    /// Writes home what only the cache has, while guests are at work.
+    ///
+    /// # Errors
+    /// `Unsupported` where the server has no cache, and those of the image and of the cache.
+    pub(crate) async fn drain_flash(&self) -> Result<()> {
+        let chain = self.chain.read().await;
+        let chain = chain.as_ref().ok_or_else(|| self.is_closed())?;
+        if !chain.has_flash_choice() {
+            return Err(no_cache());
+        }
+        chain.drain().await
+    }
+
+    /// Changes what it does with the flash cache.
+    ///
+    /// # Errors
+    /// Those of [`Chain::set_flash_policy`]; `Locked` while another step is under way or requests do not finish.
+    pub(crate) async fn set_flash_policy(&self, policy: FlashPolicy) -> Result<()> {
+        let _step = self.begin(Step::Flash)?;
+        // Most of it while guests are at work.
+        self.drain_flash().await?;
+        let mut chain = self.alone().await?;
+        chain.hold_forks().await;
+        let changed = self.change_flash(&mut chain, policy).await;
+        chain.resume_forks();
+        changed
+    }
+
+    async fn change_flash(&self, chain: &mut Chain, policy: FlashPolicy) -> Result<()> {
+        if reads_a_snapshot(chain) {
+            return Err(self.in_use(IS_READ));
+        }
+        let (held, before) = (self.hold_in_time().await?, chain.disk().clone());
+        let changed = chain.set_flash_policy(policy).await;
+        self.follow(held, chain, &before).await;
+        changed
+    }
+
+    /// Closes the image for the last time. Where that is wanted, the cache keeps what the image does not have.
+    pub(super) async fn close_for_good(&self, chain: &Chain) -> Result<()> {
+        if self.how.flash.as_ref().is_some_and(|flash| flash.keeps_dirty()) {
+            chain.keep_dirty_at_close();
+        }
+        let closed = chain.close().await;
+        *lock(&self.flash_stats) = FlashStats::of(chain);
+        closed
+    }
+
+    /// What the flash cache does for it, where there is one; what it had done, once it is closed.
+    pub(super) fn flash_now(&self) -> Option<FlashStats> {
+        let mut said = lock(&self.flash_stats);
+        if let Some(open) = self.chain.try_read().as_ref().and_then(|chain| chain.as_ref()) {
+            *said = FlashStats::of(open);
+        }
+        said.clone()
+    }
+}
+
+fn no_cache() -> Error {
+    Error::unsupported("this server has no flash cache: start it with --flash PATH")
+}

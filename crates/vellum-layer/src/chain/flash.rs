@@ -1,0 +1,280 @@
+//! The flash cache over the disks of a chain.
+//!
+//! ```text
+//!   top image    ── FlashDisk ── written and read: its writes are home later (write-back)
+//!      │ where it has nothing
+//!   image below  ── FlashDisk ── only read: what is cached of it is shared by all disks that stand on it
+//!      │                         (two or more are read through one `View`, which then reads each through its own)
+//!   base
+//! ```
+//!
+//! 1. A written image has a row of its own in the cache by which file it is, and the session in its header decides
+//!    whether what is cached counts. What is only read is known by what proves its content: a file that has changed
+//!    has another row. What proves nothing is not cached.
+//! 2. The image is complete whenever it is closed, except at the last closing of all where its dirty blocks are to
+//!    be kept. So all that closes it for a change (`change`) finds it complete.
+//! 3. An image is opened as one that the cache knows only where the cache is told of all changes, which is so in
+//!    write-back. Otherwise its first change voids what is cached of it.
+//! 4. An image of which the cache holds writes is opened in write-back, whatever is asked for; then it is drained, and
+//!    gets the policy that was asked for.
+
+use std::fmt;
+use std::sync::Arc;
+
+use vellum_core::{Context, Error, ErrorKind, Result, SharedDisk, Storage};
+use vellum_flash::{DiskOptions, FlashCache, FlashCounts, FlashDisk, FlashPolicy};
+use vellum_format::image::{Head, Opened};
+use vellum_format::session::CacheId;
+
+use super::{Chain, ChainOptions, Identity};
+
+/// The flash cache of a chain, and how its top disk uses it.
+#[derive(Clone)]
+pub struct FlashChoice {
+    /// The cache, which is open.
+    pub cache: Arc<FlashCache>,
+    /// What the top disk does with it. By default write-back where the image has a place for a session, and otherwise
+    /// only what is read is cached.
+    pub policy: Option<FlashPolicy>,
+}
+
+impl fmt::Debug for FlashChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FlashChoice").field("policy", &self.policy).finish_non_exhaustive()
+    }
+}
+
+impl FlashChoice {
+    /// What is done with a disk that is written.
+    fn policy_for(&self, head: &dyn Head) -> Result<FlashPolicy> {
+        match (self.policy, head.has_place_for_session()) {
+            (Some(FlashPolicy::WriteBack), Err(why)) => {
+                Err(why.context("the flash policy writeback is not possible"))
+            }
+            (Some(policy), _) => Ok(policy),
+            (None, Ok(())) => Ok(FlashPolicy::WriteBack),
+            (None, Err(_)) => Ok(FlashPolicy::ReadOnly),
+        }
+    }
+
+    /// The cache as an image that is written is opened with it: only where the cache will be told of each change.
+    /// Otherwise the first change voids what it has of the image.
+    pub(super) fn id_for(&self, head: &dyn Head) -> Option<CacheId> {
+        let is_told = is_behind(head) || matches!(self.policy_for(head), Ok(FlashPolicy::WriteBack));
+        is_told.then(|| self.cache.id())
+    }
+}
+
+/// Whether a cache holds writes of the image.
+fn is_behind(head: &dyn Head) -> bool {
+    head.session().is_some_and(|session| session.holds_writes())
+}
+
+/// A disk with the cache over it.
+pub struct Flashed {
+    /// The cache's side.
+    pub flash: Arc<FlashDisk>,
+    disk: SharedDisk,
+}
+
+impl Flashed {
+    fn over(flash: Arc<FlashDisk>) -> Self {
+        Self { disk: flash.clone(), flash }
+    }
+
+    /// The same, for reads of which nothing is kept.
+    pub(super) fn unadmitting(&self) -> SharedDisk {
+        self.flash.unadmitting()
+    }
+
+    /// The disk as it is read and written through the cache.
+    pub fn disk(&self) -> &SharedDisk {
+        &self.disk
+    }
+}
+
+/// Sixteen bytes that stand for these.
+fn hashed(kind: &str, parts: &[&[u8]]) -> [u8; 16] {
+    let mut hasher = blake3::Hasher::new_derive_key(kind);
+    for part in parts {
+        hasher.update(&(part.len() as u64).to_be_bytes());
+        hasher.update(part);
+    }
+    *hasher.finalize().as_bytes().first_chunk().expect("32 bytes")
+}
+
+/// The row of a file that is written: which file it is, whatever it holds.
+pub(super) fn id_of_file(identity: &Identity) -> [u8; 16] {
+    let [device, node, inode, _] = identity.map(u64::to_be_bytes);
+    hashed("vellum flash cache: a file that is written", &[&device, &node, &inode])
+}
+
+/// The row of what is only read; `None` if nothing proves its content.
+fn id_of_content(storage: &dyn Storage) -> Option<[u8; 16]> {
+    let proof = storage.proof()?;
+    let parts = [proof.kind().name().as_bytes(), proof.value().as_bytes(), &storage.len().to_be_bytes()];
+    Some(hashed("vellum flash cache: a content", &parts))
+}
+
+/// Puts the cache over the disk of the top image.
+///
+/// # Errors
+/// `Unsupported` where write-back is asked of an image that has no place for a session, and the errors of the cache
+/// and of the image.
+pub(super) async fn over_top(
+    choice: &FlashChoice,
+    head: &dyn Head,
+    opened: &Opened,
+    storage: &dyn Storage,
+    file: Option<[u8; 16]>,
+    is_written: bool,
+) -> Result<Option<Flashed>> {
+    let home = opened.disk.clone();
+    if !is_written {
+        if choice.policy == Some(FlashPolicy::Off) {
+            return Ok(None);
+        }
+        let Some(disk) = id_of_content(storage) else { return Ok(None) };
+        return over_content(choice, disk, home).await;
+    }
+    let (policy, is_behind) = (choice.policy_for(head)?, is_behind(head));
+    if policy == FlashPolicy::Off && !is_behind {
+        return Ok(None);
+    }
+    let disk = match file {
+        Some(file) => file,
+        None => {
+            return Err(Error::unsupported(
+                "nothing shows which file it is, so it has no place in a flash cache",
+            ));
+        }
+    };
+    let first = if is_behind { FlashPolicy::WriteBack } else { policy };
+    let options =
+        DiskOptions { disk, home, sessions: opened.sessions.clone(), policy: first, trusts_home: false };
+    let flash = choice.cache.open_disk(options).await?;
+    if first != policy {
+        flash
+            .set_policy(policy)
+            .await
+            .context(|| "its writes in the flash cache could not be written home")?;
+    }
+    Ok(Some(Flashed::over(flash)))
+}
+
+/// Puts the cache over the disk of an image below, unless there is none, or nothing proves its content.
+///
+/// # Errors
+/// Those of the cache.
+pub(super) async fn over_below(
+    options: &ChainOptions,
+    storage: &dyn Storage,
+    home: &SharedDisk,
+) -> Result<Option<Flashed>> {
+    let Some(choice) = options.flash.as_ref().filter(|choice| choice.policy != Some(FlashPolicy::Off)) else {
+        return Ok(None);
+    };
+    let Some(disk) = id_of_content(storage) else { return Ok(None) };
+    over_content(choice, disk, home.clone()).await
+}
+
+/// What is only read. Where another disk of the process has its row, it is read without the cache.
+async fn over_content(choice: &FlashChoice, disk: [u8; 16], home: SharedDisk) -> Result<Option<Flashed>> {
+    let options =
+        DiskOptions { disk, home, sessions: None, policy: FlashPolicy::ReadOnly, trusts_home: false };
+    match choice.cache.open_disk(options).await {
+        Ok(flash) => Ok(Some(Flashed::over(flash))),
+        Err(error) if error.kind() == ErrorKind::Locked => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+impl Chain {
+    /// The flash cache over the top disk, if there is one.
+    pub fn flash(&self) -> Option<&Arc<FlashDisk>> {
+        self.top.flash.as_ref().map(|flashed| &flashed.flash)
+    }
+
+    /// Lets the cache know which disks the top one lies over: what it has of a block hides theirs.
+    pub(super) fn tell_flash(&self) {
+        let below = self.below.iter().flat_map(|below| below.members());
+        let below: Vec<_> =
+            below.filter_map(|member| member.flash.as_ref()).map(|flashed| flashed.flash.clone()).collect();
+        if let Some(flash) = self.flash() {
+            flash.lies_over(&below);
+        }
+    }
+
+    /// Whether it was opened with a flash cache, also if the top disk does not use it.
+    pub fn has_flash_choice(&self) -> bool {
+        self.options.flash.is_some()
+    }
+
+    /// What the cache has counted for the images below, together.
+    pub fn flash_below(&self) -> FlashCounts {
+        let below = self.below.iter().flat_map(|below| below.members());
+        below.filter_map(|member| member.flash.as_ref()).map(|flashed| flashed.flash.counts()).sum()
+    }
+
+    /// Writes home what only the cache has of the top disk. Requests may go on meanwhile, and what they write may not
+    /// be home then.
+    ///
+    /// # Errors
+    /// Those of the image and of the cache.
+    pub async fn drain(&self) -> Result<()> {
+        match self.flash() {
+            Some(flash) => flash.drain().await,
+            None => Ok(()),
+        }
+    }
+
+    /// The last closing leaves in the cache what the image does not have. Without the cache the image is then behind.
+    pub fn keep_dirty_at_close(&self) {
+        if let Some(flash) = self.flash() {
+            flash.keep_at_close(true);
+        }
+    }
+
+    /// Changes what the top disk does with the cache. The image is closed and opened again, so the disk is another one
+    /// afterwards, even on failure. The disk must not be in use meanwhile.
+    ///
+    /// # Errors
+    /// `Unsupported` where the chain has no cache, or the image has no place for a session and write-back is asked for;
+    /// and the errors of the image and of the cache. The disk can be used afterwards unless it is closed; the error also
+    /// says that it could not be opened again.
+    pub async fn set_flash_policy(&mut self, policy: FlashPolicy) -> Result<()> {
+        self.mend().await?;
+        let Some(choice) = &self.options.flash else {
+            return Err(Error::unsupported("there is no flash cache: start the server with --flash PATH"));
+        };
+        if policy == FlashPolicy::WriteBack && self.is_written() {
+            self.top.head.has_place_for_session()?;
+        }
+        let before = choice.policy;
+        self.close_top().await?;
+        self.choose_policy(Some(policy));
+        let opened = self.open_top_again().await;
+        if opened.is_err() {
+            self.choose_policy(before);
+            self.mend().await?;
+        }
+        opened
+    }
+
+    fn choose_policy(&mut self, policy: Option<FlashPolicy>) {
+        if let Some(choice) = &mut self.options.flash {
+            choice.policy = policy;
+        }
+    }
+
+    pub(super) fn is_written(&self) -> bool {
+        !self.options.read_only && self.options.snapshot.is_none()
+    }
+}
+
+impl ChainOptions {
+    /// Whether the images below have the cache over them.
+    pub(super) fn is_flashed(&self) -> bool {
+        self.flash.as_ref().is_some_and(|choice| choice.policy != Some(FlashPolicy::Off))
+    }
+}

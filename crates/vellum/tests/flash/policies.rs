@@ -1,0 +1,147 @@
+//! What disks do with the cache, and changes of that while they are served.
+
+use serde_json::Value;
+
+use super::support::client::Client;
+use super::support::dir::Dir;
+use super::support::noise;
+use super::support::program::vellum;
+use super::support::server::Server;
+use super::{KINDS, alone, is_not_served, is_refused, is_sound, made_cache, same};
+
+const SIZE: usize = 8 << 20;
+
+fn raw_disk(dir: &Dir) -> (String, Vec<u8>) {
+    let (path, bytes) = (dir.text("disk.raw"), noise(SIZE, 3));
+    std::fs::write(&path, &bytes).expect("a disk");
+    (path, bytes)
+}
+
+#[test]
+fn write_back_is_refused_for_images_without_a_place_for_a_session() {
+    let dir = Dir::new("flash-refused");
+    let cache = made_cache(&dir, "32M");
+    let (raw, _) = raw_disk(&dir);
+    is_not_served(
+        &[&raw, "-f", "raw", "--flash", &cache, "--flash-policy", "writeback"],
+        &["disk.raw", "session"],
+    );
+    let old = dir.text("old.qcow2");
+    vellum(&["create", "-q", "-f", "qcow2", "-o", "compat=v2", &old, "16M"]).answer();
+    is_not_served(&[&old, "--flash", &cache, "--flash-policy", "writeback"], &["old.qcow2", "version"]);
+    // Without a policy that is asked for, what is read is cached.
+    let server = Server::start(&[&raw, "-f", "raw", "--flash", &cache]);
+    assert_eq!(server.stop_and_count()["disks"][0]["flash"]["policy"], "readonly");
+    let image = dir.text("disk.qcow2");
+    vellum(&["create", "-q", "-f", "qcow2", &image, "16M"]).answer();
+    let server = Server::start(&[&image, "--flash", &cache]);
+    assert_eq!(server.stop_and_count()["disks"][0]["flash"]["policy"], "writeback");
+}
+
+#[test]
+fn options_that_need_a_cache_say_so() {
+    let dir = Dir::new("flash-options");
+    let (raw, _) = raw_disk(&dir);
+    for option in [&["--flash-policy", "readonly"][..], &["--flash-keep"]] {
+        is_not_served(&[&[&raw, "-f", "raw"], option].concat(), &["--flash"]);
+    }
+    let cache = made_cache(&dir, "32M");
+    is_not_served(&[&raw, "-f", "raw", "--flash", &cache, "--flash-policy", "write"], &["writeback"]);
+    is_not_served(&[&raw, "-f", "raw", "--flash", &cache, "--flash-policy", "x:off"], &["\"x\""]);
+}
+
+/// Reads all, writes some, reads all; with each policy, in servers of their own.
+#[test]
+fn every_policy_reads_what_was_written() {
+    for policy in ["readonly", "off", "writeback"] {
+        let dir = Dir::new("flash-policy");
+        let cache = made_cache(&dir, "32M");
+        let is_raw = policy != "writeback";
+        let (image, mut model) = if is_raw { raw_disk(&dir) } else { KINDS[2].make(&dir, SIZE) };
+        let format = if is_raw { "raw" } else { "qcow2" };
+        for round in 0..3u64 {
+            let arguments = [&image, "-f", format, "--flash", &cache, "--flash-policy", policy];
+            let server = Server::start(&arguments);
+            let mut client = Client::connect(&server.peer(), "").expect("it is served");
+            for _ in 0..2 {
+                same(&client.read_all().expect("it is read"), &model, &format!("{policy}, round {round}"));
+            }
+            let (at, bytes) = (round << 20, noise(300_000, round));
+            client.write(at, &bytes, 0).expect("it is written");
+            let at = usize::try_from(at).expect("small");
+            model[at..at + bytes.len()].copy_from_slice(&bytes);
+            same(
+                &client.read_all().expect("it is read"),
+                &model,
+                &format!("{policy}, round {round}, written"),
+            );
+            client.flush().expect("a flush");
+            if policy == "readonly" {
+                // All of it is in the image at once.
+                server.kill();
+                assert!(std::fs::read(&image).expect("the disk") == model, "{policy}, round {round}");
+                continue;
+            }
+            client.disconnect();
+            let flash = server.stop_and_count()["disks"][0]["flash"].clone();
+            assert_eq!(flash["policy"], policy, "{flash}");
+            assert_eq!(flash["disk"]["hits"].as_u64() > Some(0), policy != "off", "{flash}");
+        }
+    }
+}
+
+#[test]
+fn a_policy_is_changed_while_guests_write() {
+    for kind in KINDS {
+        let dir = Dir::new("flash-change");
+        let cache = made_cache(&dir, "32M");
+        let (image, mut model) = kind.make(&dir, SIZE);
+        let place = Dir::short();
+        let control = place.text("control");
+        let server = Server::start(&[&image, "--flash", &cache, "--control", &control]);
+        let ask = |rest: &[&str]| -> Value {
+            vellum(&[&["flash", "policy", "--control", &control, "--output", "json"], rest].concat()).json()
+        };
+        assert_eq!(ask(&[])["policy"], "writeback");
+        let mut client = Client::connect(&server.peer(), "").expect("it is served");
+        for (round, policy) in
+            ["off", "writeback", "readonly", "writeback", "off", "readonly"].into_iter().enumerate()
+        {
+            let bytes = noise(500_000, round as u64);
+            let at = round * 700_000;
+            client.write(at as u64, &bytes, 0).expect("it is written");
+            model[at..at + bytes.len()].copy_from_slice(&bytes);
+            let told = ask(&[policy]);
+            assert_eq!((&told["policy"], &told["dirty-bytes"]), (&policy.into(), &0.into()), "{kind:?}");
+            same(&client.read_all().expect("it is read"), &model, &format!("{kind:?}, {policy}"));
+        }
+        client.flush().expect("a flush");
+        client.disconnect();
+        server.stop();
+        is_sound(&image);
+        same(&alone(&dir, &image), &model, &format!("{kind:?}, alone"));
+    }
+}
+
+#[test]
+fn a_served_disk_is_drained_while_it_goes_on() {
+    let dir = Dir::new("flash-drained");
+    let cache = made_cache(&dir, "32M");
+    let (image, _) = KINDS[0].make(&dir, SIZE);
+    let place = Dir::short();
+    let control = place.text("control");
+    let server = Server::start(&[&image, "--flash", &cache, "--control", &control]);
+    let mut client = Client::connect(&server.peer(), "").expect("it is served");
+    client.write(0, &noise(1 << 20, 1), 0).expect("it is written");
+    let told = vellum(&["flash", "drain", "--control", &control, "--output", "json"]).json();
+    assert_eq!(told["dirty-bytes"], 0, "{told}");
+    let stats = vellum(&["stats", "--control", &control, "--output", "json"]).json();
+    assert_eq!(stats["flash"]["state"], "running", "{stats}");
+    assert!(stats["flash"]["cached-bytes"].as_u64() >= Some(1 << 20), "{stats}");
+    client.disconnect();
+    server.stop();
+    let server = Server::start(&[&image, "--control", &control]);
+    is_refused(&vellum(&["flash", "drain", "--control", &control]), &["--flash"]);
+    is_refused(&vellum(&["flash", "policy", "--control", &control, "off"]), &["--flash"]);
+    server.stop();
+}

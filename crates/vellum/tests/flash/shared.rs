@@ -1,0 +1,127 @@
+//! One cache under several disks, and under clones of one template.
+
+use serde_json::Value;
+
+use super::support::client::Client;
+use super::support::dir::Dir;
+use super::support::noise;
+use super::support::program::{until_let_go, vellum};
+use super::support::server::Server;
+use super::{KINDS, alone, info, is_sound, made_cache, same};
+
+const SIZE: usize = 4 << 20;
+const CLONES: usize = 6;
+
+/// Clones of one template, of both formats.
+fn clones(dir: &Dir) -> (Vec<String>, Vec<u8>) {
+    let bytes = noise(SIZE, 11);
+    std::fs::write(dir.join("template.raw"), &bytes).expect("a template");
+    let made = (0..CLONES).map(|number| {
+        let (format, ending) = if number % 2 == 0 { ("qcow2", "qcow2") } else { ("vellum", "vlm") };
+        let image = dir.text(&format!("clone-{number}.{ending}"));
+        vellum(&["create", "-q", "-f", format, "-b", "template.raw", "-F", "raw", &image]).answer();
+        image
+    });
+    (made.collect(), bytes)
+}
+
+fn exports(images: &[String]) -> Vec<String> {
+    let named = images.iter().enumerate().map(|(number, image)| format!("d{number}={image}"));
+    named.flat_map(|export| ["--export".to_owned(), export]).collect()
+}
+
+fn arguments<'a>(exports: &'a [String], cache: &'a str) -> Vec<&'a str> {
+    exports.iter().map(String::as_str).chain(["--flash", cache]).collect()
+}
+
+#[test]
+fn clones_share_the_blocks_of_their_template() {
+    let dir = Dir::new("flash-clones");
+    let cache = made_cache(&dir, "64M");
+    let (images, template) = clones(&dir);
+    let exports = exports(&images);
+    let server = Server::start(&arguments(&exports, &cache));
+    let mut models = vec![template; CLONES];
+    for round in 0..2 {
+        for (number, model) in models.iter_mut().enumerate() {
+            let mut client = Client::connect(&server.peer(), &format!("d{number}")).expect("it is served");
+            same(&client.read_all().expect("it is read"), model, &format!("clone {number}, round {round}"));
+            let bytes = noise(40_000, (number * 10 + round) as u64);
+            let at = number * 100_000 + round * 1_000_000;
+            client.write(at as u64, &bytes, 0).expect("it is written");
+            model[at..at + bytes.len()].copy_from_slice(&bytes);
+            client.flush().expect("a flush");
+            client.disconnect();
+        }
+    }
+    let stats = server.stop_and_count();
+    let below: &Value = &stats["disks"][0]["flash"]["below"];
+    let number = |name: &str| below[name].as_u64().expect("a number");
+    // Once for all of them.
+    let blocks = (SIZE / 4096) as u64;
+    assert!(number("admitted") > 0 && number("admitted") <= blocks, "{below}");
+    assert!(number("hits") >= 2 * blocks, "{below}");
+    let masked: u64 = (0..CLONES)
+        .map(|disk| stats["disks"][disk]["flash"]["disk"]["demoted"].as_u64().expect("a number"))
+        .sum();
+    assert!(masked > 0, "what a clone has written is not needed of the template: {stats}");
+    let facts = info(&cache);
+    let of_template: Vec<_> = facts["disks"]
+        .as_array()
+        .expect("disks")
+        .iter()
+        .filter(|disk| disk.get("session").is_none())
+        .collect();
+    assert_eq!(of_template.len(), 1, "{facts}");
+    assert!(of_template[0]["cached-bytes"].as_u64() <= Some(SIZE as u64), "{facts}");
+    for (image, model) in images.iter().zip(&models) {
+        is_sound(image);
+        same(&alone(&dir, image), model, image);
+    }
+}
+
+#[test]
+fn a_template_that_was_replaced_is_read_anew() {
+    let dir = Dir::new("flash-replaced");
+    let cache = made_cache(&dir, "64M");
+    let (images, _) = clones(&dir);
+    for round in 0..2 {
+        let bytes = noise(SIZE, 20 + round);
+        // Another content under the same name; the clones have nothing of their own.
+        std::fs::write(dir.join("template.raw"), &bytes).expect("a template");
+        let server = Server::start(&[&images[0], "--flash", &cache]);
+        let mut client = Client::connect(&server.peer(), "").expect("it is served");
+        same(&client.read_all().expect("it is read"), &bytes, &format!("round {round}"));
+        client.disconnect();
+        server.stop();
+    }
+}
+
+#[test]
+fn several_disks_of_a_killed_server_are_recovered_together() {
+    let dir = Dir::new("flash-several");
+    let cache = made_cache(&dir, "64M");
+    let places: Vec<Dir> = KINDS.iter().map(|_| Dir::within(dir.path(), "disk")).collect();
+    let made = KINDS.into_iter().zip(&places).map(|(kind, place)| kind.make(place, SIZE));
+    let (images, mut models): (Vec<String>, Vec<Vec<u8>>) = made.unzip();
+    let exports = exports(&images);
+    let server = Server::start(&arguments(&exports, &cache));
+    for (number, model) in models.iter_mut().enumerate() {
+        let mut client = Client::connect(&server.peer(), &format!("d{number}")).expect("it is served");
+        let bytes = noise(200_000, number as u64);
+        client.write(300_000, &bytes, 0).expect("it is written");
+        model[300_000..300_000 + bytes.len()].copy_from_slice(&bytes);
+        client.flush().expect("a flush");
+    }
+    server.kill();
+    images.iter().for_each(|image| until_let_go(image));
+    until_let_go(&cache);
+    let images_given: Vec<&str> = images.iter().map(String::as_str).collect();
+    let done =
+        vellum(&[&["flash", "recover", "--full", "--output", "json", &cache][..], &images_given].concat());
+    assert_eq!(done.json()["disks-left"], 0);
+    for (image, model) in images.iter().zip(&models) {
+        is_sound(image);
+        same(&alone(&dir, image), model, image);
+    }
+}

@@ -444,7 +444,9 @@ impl Member {
     /// Puts the flash cache over the disk of the top image.
     async fn put_under_flash(&mut self, options: &ChainOptions, file: Option<[u8; 16]>) -> Result<()> {
         let is_written = !options.read_only && options.snapshot.is_none();
-        self.flash = match &options.flash {
+        // The proof of the file says nothing of a second one, or of which snapshot is read.
+        let is_proven = self.data_file.is_none() && self.parts.is_empty() && !self.is_snapshot;
+        self.flash = match options.flash.as_ref().filter(|_| is_written || is_proven) {
             Some(choice) => {
                 flash::over_top(choice, &*self.head, &self.opened, &*self.storage, file, is_written).await?
             }

@@ -23,16 +23,16 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use vellum_core::{Context, Error, ErrorKind, Random, Result, SharedStorage, lock};
-use vellum_flash::{FlashCache, FlashOptions, FlashPolicy};
+use vellum_flash::{Facts, FlashCache, FlashOptions, FlashPolicy};
 use vellum_io::{File, LockMode, OpenOptions, Spawned, WorkersHandle, clock};
 use vellum_layer::FlashChoice;
 
 use crate::contained::in_rounds;
 
-/// How often a cache is tended while there is something to write home.
-const OFTEN: Duration = Duration::from_millis(50);
-/// And while there is not.
-const SELDOM: Duration = Duration::from_millis(500);
+/// How often a cache is tended in which something has just changed: what was read waits in memory for its place.
+const OFTEN: Duration = Duration::from_millis(5);
+/// And one in which nothing changes.
+const SELDOM: Duration = Duration::from_millis(100);
 /// Between two things that are done at once, so that requests come first.
 const NEXT: Duration = Duration::from_millis(1);
 
@@ -113,6 +113,21 @@ pub(crate) fn random_bytes<const N: usize>() -> Result<[u8; N]> {
     Ok(bytes)
 }
 
+/// How often the cache is tended: half as often each time that nothing has changed.
+#[derive(Default)]
+struct Pace {
+    before: Facts,
+    pause: Duration,
+}
+
+impl Pace {
+    fn pause(&mut self, now: Facts) -> Duration {
+        self.pause = if now == self.before { (self.pause * 2).clamp(OFTEN, SELDOM) } else { OFTEN };
+        self.before = now;
+        self.pause
+    }
+}
+
 /// The cache of a server, from before the first disk until after the last.
 pub(crate) struct HostFlash {
     path: PathBuf,
@@ -145,11 +160,12 @@ impl HostFlash {
         });
         let (its, ended) = (flash.clone(), flash.has_ended.clone());
         let task = workers.spawn(workers.count() - 1, move || async move {
+            let mut pace = Pace::default();
             in_rounds("write-back from the flash cache", async || {
                 if ended.load(Ordering::Acquire) {
                     return ControlFlow::Break(());
                 }
-                its.tend_once().await;
+                its.tend_once(&mut pace).await;
                 ControlFlow::Continue(())
             })
             .await;
@@ -158,13 +174,12 @@ impl HostFlash {
         Ok(flash)
     }
 
-    async fn tend_once(&self) {
+    async fn tend_once(&self, pace: &mut Pace) {
         let has_more = self.cache.tend(clock().now()).await;
         self.say_if_stopped();
-        let pause = match (has_more, self.cache.facts().dirty_blocks > 0) {
-            (true, _) => NEXT,
-            (false, true) => OFTEN,
-            (false, false) => SELDOM,
+        let pause = match has_more {
+            true => NEXT,
+            false => pace.pause(self.cache.facts()),
         };
         clock().sleep(pause).await;
     }

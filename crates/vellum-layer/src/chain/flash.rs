@@ -23,6 +23,7 @@ use std::sync::Arc;
 
 use vellum_core::{Context, Error, ErrorKind, Result, SharedDisk, Storage};
 use vellum_flash::{DiskOptions, FlashCache, FlashCounts, FlashDisk, FlashPolicy};
+use vellum_format::FormatKind;
 use vellum_format::image::{Head, Opened};
 use vellum_format::session::CacheId;
 
@@ -109,10 +110,11 @@ pub(super) fn id_of_file(identity: &Identity) -> [u8; 16] {
     hashed("vellum flash cache: a file that is written", &[&device, &node, &inode])
 }
 
-/// The row of what is only read; `None` if nothing proves its content.
-fn id_of_content(storage: &dyn Storage) -> Option<[u8; 16]> {
+/// The row of what is only read, in this format; `None` if nothing proves its content.
+fn id_of_content(kind: FormatKind, storage: &dyn Storage) -> Option<[u8; 16]> {
     let proof = storage.proof()?;
-    let parts = [proof.kind().name().as_bytes(), proof.value().as_bytes(), &storage.len().to_be_bytes()];
+    let (kind, len) = (kind.to_string(), storage.len().to_be_bytes());
+    let parts = [kind.as_bytes(), proof.kind().name().as_bytes(), proof.value().as_bytes(), &len];
     Some(hashed("vellum flash cache: a content", &parts))
 }
 
@@ -134,7 +136,7 @@ pub(super) async fn over_top(
         if choice.policy == Some(FlashPolicy::Off) {
             return Ok(None);
         }
-        let Some(disk) = id_of_content(storage) else { return Ok(None) };
+        let Some(disk) = id_of_content(head.kind(), storage) else { return Ok(None) };
         return over_content(choice, disk, home).await;
     }
     let (policy, is_behind) = (choice.policy_for(head)?, is_behind(head));
@@ -168,13 +170,14 @@ pub(super) async fn over_top(
 /// Those of the cache.
 pub(super) async fn over_below(
     options: &ChainOptions,
+    kind: FormatKind,
     storage: &dyn Storage,
     home: &SharedDisk,
 ) -> Result<Option<Flashed>> {
     let Some(choice) = options.flash.as_ref().filter(|choice| choice.policy != Some(FlashPolicy::Off)) else {
         return Ok(None);
     };
-    let Some(disk) = id_of_content(storage) else { return Ok(None) };
+    let Some(disk) = id_of_content(kind, storage) else { return Ok(None) };
     over_content(choice, disk, home.clone()).await
 }
 

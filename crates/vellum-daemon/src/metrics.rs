@@ -430,6 +430,7 @@ mod tests {
             flash: Some(FlashStats {
                 policy: "writeback".to_owned(),
                 dirty_bytes: 8192,
+                last_error: None,
                 disk: FlashOperations { hits: 9, ..FlashOperations::default() },
                 below: FlashOperations { admitted: 3, ..FlashOperations::default() },
             }),

@@ -77,6 +77,9 @@ pub struct FlashStats {
     pub policy: String,
     /// Bytes that the cache has and the image has not.
     pub dirty_bytes: u64,
+    /// Why nothing could be written home the last time; nothing when it could.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub last_error: Option<String>,
     /// What was counted for the disk itself.
     pub disk: FlashOperations,
     /// What was counted for the images below it. Disks that share those images share these counts.
@@ -134,6 +137,7 @@ impl FlashStats {
             Some(flash) => Some(Self {
                 policy: word_of(flash.policy()).to_owned(),
                 dirty_bytes: flash.dirty_blocks() * BLOCK,
+                last_error: flash.trouble().map(|error| error.chain()),
                 disk: flash.counts().into(),
                 below,
             }),

@@ -126,6 +126,9 @@ fn details(disk: &Value) -> Vec<String> {
         ));
     }
     lines.extend(flash(&disk["flash"]));
+    if let Some(error) = disk["flash"]["last-error"].as_str() {
+        lines.push(format!("the flash cache can't write home: {error}"));
+    }
     if let Some(error) = disk["last-error"].as_object() {
         let text = |name: &str| error.get(name).and_then(Value::as_str).unwrap_or_default();
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());

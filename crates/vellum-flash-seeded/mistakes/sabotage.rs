@@ -62,19 +62,15 @@ pub enum Bug {
     AdmittedThoughTouched,
     /// A recovery does not verify the newest record.
     UnverifiedKept,
-    /// A record that was never acknowledged is not made void.
-    VoidLeft,
     /// A recovery trusts what the cache of the host shows.
     SettleLeftOut,
-    /// After a recovery the next slice is written over the one that counts.
-    WrongPlaceAfterRecovery,
     /// A recovery forgets which slices are behind.
     SliceBehindForgotten,
 }
 
 impl Bug {
     /// All of them.
-    pub const ALL: [Self; 31] = [
+    pub const ALL: [Self; 29] = [
         Self::NoChecks,
         Self::CleanWithoutChecks,
         Self::InPlaceOverClean,
@@ -102,9 +98,7 @@ impl Bug {
         Self::RunGoneUnflushed,
         Self::AdmittedThoughTouched,
         Self::UnverifiedKept,
-        Self::VoidLeft,
         Self::SettleLeftOut,
-        Self::WrongPlaceAfterRecovery,
         Self::SliceBehindForgotten,
     ];
 }

@@ -19,6 +19,7 @@ fn setups() -> Vec<Setup> {
         Setup { guests: 2, steps: 25, nested_one_in: 100, ..Setup::usual(12) },
         Setup { steps: 90, nested_one_in: 60, ..Setup::usual(64) },
         Setup { faults: true, nested_one_in: 100, ..Setup::usual(12) },
+        Setup { blocks: 250, steps: 120, nested_one_in: 100, ..Setup::usual(200) },
         Setup { disks: 2, guests: 2, steps: 14, blocks: 10, ..Setup::usual(20) },
     ]
 }
@@ -94,9 +95,7 @@ found! {
     run_gone_unflushed: RunGoneUnflushed,
     admitted_though_touched: AdmittedThoughTouched,
     unverified_kept: UnverifiedKept,
-    void_left: VoidLeft,
     settle_left_out: SettleLeftOut,
-    wrong_place_after_recovery: WrongPlaceAfterRecovery,
     slice_behind_forgotten: SliceBehindForgotten,
 }
 

@@ -41,6 +41,12 @@ fn slots_for_all() {
     all("slots for all", &Setup { steps: 90, ..Setup::usual(64) }, 25);
 }
 
+/// Slices are longer than a sector, so they can be torn.
+#[test]
+fn many_groups() {
+    all("many groups", &Setup { blocks: 250, steps: 120, ..Setup::usual(200) }, 12);
+}
+
 #[test]
 fn two_guests() {
     all("two guests", &Setup { guests: 2, steps: 25, ..Setup::usual(12) }, 40);

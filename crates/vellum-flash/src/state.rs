@@ -37,8 +37,9 @@ const COPIES_MIN: u64 = 4;
 /// New runs of zeros are promised up to here; the rest of the table is for runs that are split.
 const NEW_RUNS_MAX: usize = RUNS_MAX / 2;
 
-/// A part whose slice has room for fewer blocks takes no new ones before others have left it.
-const PART_ROOM_MIN: u32 = 32;
+/// A part whose slice has room for fewer blocks takes no new ones before others have left it: more by what requests
+/// that are under way may bring, and no more than this.
+const PART_ROOM: (u32, u32) = (160, 600);
 
 /// What a request needs before it claims blocks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -446,8 +447,15 @@ impl State {
 
     /// The part of the block, if its slice is as good as full and the block is not in it.
     pub(crate) fn full_part(&self, key: Key) -> Option<u32> {
+        if self.layout.parts == 1 {
+            return None; // All slots fit into one slice, whatever their blocks are.
+        }
         let part = self.layout.part_of(key);
-        (self.map.room_in(part) < PART_ROOM_MIN && self.map.get(key).is_none()).then_some(part)
+        // Slots that are promised, or taken and not published yet: a part gets its share of them, and seldom twice that.
+        let coming = u64::from(self.promised.slots + self.slots.taken()).saturating_sub(self.map.blocks());
+        let share = u32::try_from(2 * coming / u64::from(self.layout.parts)).unwrap_or(u32::MAX);
+        let least = PART_ROOM.0.saturating_add(share).min(PART_ROOM.1);
+        (self.map.room_in(part) < least && self.map.get(key).is_none()).then_some(part)
     }
 
     /// Clean blocks of a part leave it. Without any, the first block that is dirty.

@@ -458,8 +458,13 @@ mod tests {
     fn only_a_file_is_replaced() {
         let dir = std::env::temp_dir().join(format!("vellum-stats-{}", std::process::id()));
         std::fs::create_dir_all(&dir).expect("a directory");
-        let stats =
-            Stats { uptime_seconds: 1.0, io: "uring".to_owned(), disks: Vec::new(), remote: Vec::new() };
+        let stats = Stats {
+            uptime_seconds: 1.0,
+            io: "uring".to_owned(),
+            disks: Vec::new(),
+            flash: None,
+            remote: Vec::new(),
+        };
         let file = dir.join("stats.json");
         for _ in 0..2 {
             stats.write_to(&file).expect("a new file, and one that is there");

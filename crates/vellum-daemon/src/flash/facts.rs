@@ -222,13 +222,13 @@ pub fn facts_said(path: &Path, found: &Look) -> CacheFacts {
     }
 }
 
-/// A picture of the slots of a cache, from the first to the last, in `columns` characters: `.` where nothing is
+/// A picture of the slots of a cache ([`Look::strip`]), from the first to the last, in `columns` characters: `.` where nothing is
 /// cached, `-`, `=`, `#` for a part that is up to a half, mostly, or all in use, and `*` where some of it is dirty.
-pub fn map_strip(found: &Look, columns: usize) -> String {
-    let columns = columns.clamp(1, found.strip.len().max(1));
+pub fn map_strip(strip: &[(u32, u32, u32)], columns: usize) -> String {
+    let columns = columns.clamp(1, strip.len().max(1));
     let of = |column: usize| {
-        let (first, end) = (column * found.strip.len() / columns, (column + 1) * found.strip.len() / columns);
-        let part = &found.strip[first..end];
+        let (first, end) = (column * strip.len() / columns, (column + 1) * strip.len() / columns);
+        let part = &strip[first..end];
         let sum = |number: fn(&(u32, u32, u32)) -> u32| part.iter().map(|one| u64::from(number(one))).sum();
         let (slots, used, dirty): (u64, u64, u64) = (sum(|one| one.0), sum(|one| one.1), sum(|one| one.2));
         match () {
@@ -249,10 +249,9 @@ mod tests {
     #[test]
     fn a_strip_shows_what_is_used_and_what_is_dirty() {
         let strip = vec![(4, 0, 0), (4, 1, 0), (4, 3, 0), (4, 4, 0), (4, 4, 1), (4, 0, 0)];
-        let found = Look { strip, ..Look::default() };
-        assert_eq!(map_strip(&found, 80), ".-=#*.");
-        assert_eq!(map_strip(&found, 3), "-=*");
-        assert_eq!(map_strip(&found, 1), "*");
-        assert_eq!(map_strip(&Look::default(), 10), "");
+        assert_eq!(map_strip(&strip, 80), ".-=#*.");
+        assert_eq!(map_strip(&strip, 3), "-=*");
+        assert_eq!(map_strip(&strip, 1), "*");
+        assert_eq!(map_strip(&[], 10), "");
     }
 }

@@ -36,7 +36,7 @@ pub(crate) struct Args {
 pub(super) fn run(args: &Args) -> Outcome {
     let found = run_worker(IoMode::Auto, async || look(&args.path).await)?.map_err(in_use)?;
     let facts = facts_said(&args.path, &found);
-    let strip = args.map.then(|| map_strip(&found, COLUMNS));
+    let strip = args.map.then(|| map_strip(&found.strip, COLUMNS));
     match args.output {
         OutputFormat::Json => {
             let mut answer = serde_json::to_value(&facts).expect("numbers and strings");

@@ -83,7 +83,7 @@ fn flash(said: &Value) -> Option<String> {
     let policy = said["policy"].as_str()?;
     let sum = |name: &str| number(&said["disk"][name]) + number(&said["below"][name]);
     let (hits, reads) = (sum("hits"), sum("hits") + sum("misses"));
-    let ratio = if reads == 0 { String::new() } else { format!(" ({} %)", hits * 100 / reads) };
+    let ratio = (hits * 100).checked_div(reads).map_or_else(String::new, |ratio| format!(" ({ratio} %)"));
     Some(format!(
         "flash cache: {policy}; hits {hits}{ratio}, misses {}, kept {}; not home yet: {}",
         sum("misses"),

@@ -1,6 +1,6 @@
 //! `vellum flash drain` and `vellum flash recover`: what only the cache has goes home to the images.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use serde_json::{Value, json};
@@ -100,7 +100,7 @@ pub(super) fn recover(args: &RecoverArgs) -> Outcome {
     finish(&args.cache, &args.images, &args.how)
 }
 
-fn finish(cache: &PathBuf, images: &[PathBuf], how: &HowArgs) -> Outcome {
+fn finish(cache: &Path, images: &[PathBuf], how: &HowArgs) -> Outcome {
     let done: Result<Completed> =
         run_worker(IoMode::Auto, async || complete(cache, images, &how.options()).await)?;
     let done = done.map_err(in_use)?;
@@ -129,7 +129,7 @@ fn finish(cache: &PathBuf, images: &[PathBuf], how: &HowArgs) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-fn said(cache: &std::path::Path, done: &Completed) -> Value {
+fn said(cache: &Path, done: &Completed) -> Value {
     let images: Vec<_> = done
         .images
         .iter()

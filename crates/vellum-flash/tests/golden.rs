@@ -18,8 +18,8 @@ use vellum_core::{
 };
 use vellum_flash::{self as flash, FlashCache, listing, look};
 
-const SLOTS: u64 = 64;
-const CACHE_BYTES: usize = 8192 + 4 * 90_112 + (128 << 10) + SLOTS as usize * 4096;
+const SLOTS: usize = 64;
+const CACHE_BYTES: usize = 8192 + 4 * 90_112 + (128 << 10) + SLOTS * 4096;
 const NAMES: [&str; 4] = ["drained", "kept", "killed", "void"];
 
 fn directory() -> PathBuf {
@@ -87,7 +87,7 @@ async fn make(name: &str) -> Vec<u8> {
     let mut bytes = memory.content().to_vec();
     if name == "void" {
         // The last write did not arrive, its record did.
-        let at = bytes.len() - 4096 * usize::try_from(SLOTS).unwrap();
+        let at = bytes.len() - 4096 * SLOTS;
         let lost = bytes[at..].iter().rposition(|byte| *byte == 99).unwrap();
         bytes[at + lost] = 0;
     }

@@ -214,7 +214,7 @@ fn openings_that_are_cut_off_do_not_push_out_the_number_that_the_image_names() {
         assert_eq!(read(&disk).await, 2);
         write(&disk, 5).await.unwrap();
         let (image, cache) = (image.copied(), flash.open().await);
-        assert_eq!(read(&*image.open(&cache).await.unwrap()).await, 5);
+        assert_eq!(read(&image.open(&cache).await.unwrap()).await, 5);
     });
 }
 
@@ -244,7 +244,7 @@ fn of_two_copies_of_an_image_the_cache_has_the_writes_of_one() {
             .lock()
             .unwrap()
             .map(|session| Session { state: SessionState::Clean, ..session });
-        assert_eq!(read(&*clean.open(&cache).await.unwrap()).await, 7);
+        assert_eq!(read(&clean.open(&cache).await.unwrap()).await, 7);
     });
 }
 

@@ -144,6 +144,7 @@ impl Home {
                 let may = written.is_ok()
                     && !touched.contains(key.block())
                     && state.find(key) == Found::Home
+                    && !state.is_undecided(self.row)
                     && state.room_for(Share::Admit) >= PUT_BYTES;
                 if may {
                     state.put(key, slot, sectors, false, checks, Share::Admit);

@@ -272,22 +272,33 @@ impl FlashCache {
     /// Writes a batch of the disk home that has most to write. False when there is nothing.
     async fn write_some_home(&self) -> Result<bool> {
         let homes = self.homes();
-        let most = {
+        let (most, undecided) = {
             let state = self.state();
             let dirty = |home: &Arc<Home>| state.counts(home.row).dirty;
-            homes.into_iter().filter(|home| dirty(home) > 0).max_by_key(dirty)
+            let (undecided, decided): (Vec<_>, Vec<_>) = homes
+                .into_iter()
+                .filter(|home| dirty(home) > 0)
+                .partition(|home| state.is_undecided(home.row));
+            (decided.into_iter().max_by_key(dirty), undecided)
         };
-        match most {
-            Some(home) => home.write_back_some().await.map(|written| written > 0),
-            None if self.state().dirty_blocks() > 0 => {
-                let why = format!(
-                    "{}: flash is full of blocks of disks that are not open: open them, or drain them with `vellum flash drain`",
-                    self.name()
-                );
-                Err(Error::new(ErrorKind::NoSpace, why))
-            }
-            None => Ok(false),
+        if let Some(home) = most {
+            return home.write_back_some().await.map(|written| written > 0);
         }
+        // A session that is just beginning ends that soon; it needs no room.
+        for home in undecided {
+            drop(home.beginning.lock().await);
+            if !self.state().is_undecided(home.row) {
+                return Ok(true);
+            }
+        }
+        if self.state().dirty_blocks() == 0 {
+            return Ok(false);
+        }
+        let why = format!(
+            "{}: flash is full of blocks of disks that are not open: open them, or drain them with `vellum flash drain`",
+            self.name()
+        );
+        Err(Error::new(ErrorKind::NoSpace, why))
     }
 
     async fn send_runs_home(&self) -> Result<()> {

@@ -68,13 +68,17 @@ impl Home {
 
     /// Writes some blocks home, going on where it stopped. Returns how many.
     pub(crate) async fn write_back_some(&self) -> Result<u64> {
-        let from = self.hand.load(Ordering::Relaxed);
-        let mut batch = self.write_back(from, BATCH_BLOCKS_MAX, u32::MAX).await?;
-        if batch.clean == 0 && from > 0 {
-            batch = self.write_back(0, BATCH_BLOCKS_MAX, u32::MAX).await?;
+        let start = self.hand.load(Ordering::Relaxed);
+        let (mut from, mut has_turned) = (start, start == 0);
+        loop {
+            let Batch { next, clean } = self.write_back(from, BATCH_BLOCKS_MAX, u32::MAX).await?;
+            if clean > 0 || (next.is_none() && has_turned) {
+                self.hand.store(next.unwrap_or(0), Ordering::Relaxed);
+                return Ok(clean);
+            }
+            has_turned |= next.is_none();
+            from = next.unwrap_or(0);
         }
-        self.hand.store(batch.next.unwrap_or(0), Ordering::Relaxed);
-        Ok(batch.clean)
     }
 
     /// Writes some blocks home, from this one on. Returns how many.
@@ -87,22 +91,18 @@ impl Home {
         let _alone = self.writing_back.lock().await;
         let cache = &*self.cache;
         cache.stop.check()?;
-        let (chosen, is_durable) = {
+        let (chosen, next, is_durable) = {
             let mut state = cache.state();
             let share = Open::bytes_max(Share::Home, state.record_bytes_max()) - ROW_BYTES;
             let most = most.min(share / PUT_BYTES).max(1);
-            let chosen = state.dirty_from(self.row, from, most, until);
+            let (chosen, next) = state.dirty_from(self.row, from, most, until);
             let is_durable = chosen.iter().all(|(key, ..)| state.is_durable(*key));
-            (chosen, is_durable)
+            (chosen, next, is_durable)
         };
-        let [(first, ..), .., (last, ..)] = &chosen[..] else {
-            return match &chosen[..] {
-                [one] => self.write_these(&[*one], is_durable).await,
-                _ => Ok(Batch::default()),
-            };
-        };
-        debug_assert!(first < last);
-        self.write_these(&chosen, is_durable).await
+        match chosen.is_empty() {
+            true => Ok(Batch { next, clean: 0 }),
+            false => self.write_these(&chosen, is_durable).await,
+        }
     }
 
     async fn write_these(&self, chosen: &[(Key, Slot, u8)], is_durable: bool) -> Result<Batch> {
@@ -139,7 +139,7 @@ impl Home {
             let mut clean = 0;
             for Going { key, slot, sectors, bytes } in &going {
                 let is_same = state.find(*key) == Found::Slot { slot: *slot, sectors: *sectors, dirty: true };
-                let has_room = state.room_for(Share::Home) >= PUT_BYTES;
+                let has_room = state.room_for(Share::Home) >= PUT_BYTES && !state.is_undecided(self.row);
                 if is_same && has_room && !touched.contains(key.block()) {
                     let checks = Checks::of(*sectors, bytes.slice());
                     state.put(*key, *slot, *sectors, false, checks, Share::Home);

@@ -17,7 +17,7 @@
 //!
 //! Nothing here reads or writes flash, and nothing waits.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use vellum_core::{Error, Result};
 use vellum_format::commit::{Epochs, Ring};
@@ -37,6 +37,8 @@ const COPIES_MIN: u64 = 4;
 /// New runs of zeros are promised up to here; the rest of the table is for runs that are split.
 const NEW_RUNS_MAX: usize = RUNS_MAX / 2;
 
+/// Whoever looks for dirty blocks passes at most so many groups at once.
+const DIRTY_GROUPS_AT_ONCE: usize = 4096;
 /// A part whose slice has room for fewer blocks takes no new ones before others have left it: more by what requests
 /// that are under way may bring, and no more than this.
 const PART_ROOM: (u32, u32) = (160, 600);
@@ -119,6 +121,8 @@ pub(crate) struct State {
     policy: Box<dyn Policy>,
     /// The time by which dirty groups are stamped, in seconds.
     pub(crate) now: u32,
+    /// Rows whose newest number may not have reached the image.
+    undecided: BTreeSet<u16>,
 }
 
 /// What a recovery, or a creation, begins with.
@@ -161,6 +165,7 @@ impl State {
             promised: Need::default(),
             policy: Replacement::default().policy(layout.slots as usize),
             now: 0,
+            undecided: BTreeSet::new(),
         };
         for part in 0..layout.parts {
             let (dirty, counts) = (&mut state.dirty, &mut state.counts);
@@ -237,38 +242,41 @@ impl State {
     }
 
     /// Dirty blocks of the disk in the order of their numbers, from this one on, at most so many; only of groups
-    /// that became dirty up to that time.
+    /// that became dirty up to that time. Looks at a bounded number of groups; then also returns where to go on.
     pub(crate) fn dirty_from(
         &mut self,
         row: u16,
         from: u64,
         most: usize,
         until: u32,
-    ) -> Vec<(Key, Slot, u8)> {
-        let (mut found, mut clean) = (Vec::new(), Vec::new());
+    ) -> (Vec<(Key, Slot, u8)>, Option<u64>) {
+        let (mut found, mut clean, mut next) = (Vec::new(), Vec::new(), None);
         let end = Key::from_bits(u64::from(row) << 48 | (crate::layout::BLOCKS_MAX - 1));
-        for (group, since) in self.dirty.range(Key::new(row, from).group()..=end) {
-            if found.len() >= most {
+        let groups = self.dirty.range(Key::new(row, from).group()..=end);
+        for (number, (group, since)) in groups.enumerate() {
+            if found.len() >= most || number >= DIRTY_GROUPS_AT_ONCE {
+                next = Some(group.block());
                 break;
             }
-            let mut any = false;
+            let bits = if *since <= until { self.map.group(*group) } else { continue };
+            if bits.is_none_or(|bits| bits.dirty == 0) {
+                clean.push(*group);
+                continue;
+            }
             for index in 0..crate::layout::GROUP_BLOCKS {
                 let key = group.plus(index);
-                if let Some(Entry { slot, sectors, dirty: true }) = self.map.get(key) {
-                    any = true;
-                    if key.block() >= from && *since <= until && found.len() < most {
-                        found.push((key, slot, sectors));
-                    }
+                if let Some(Entry { slot, sectors, dirty: true }) = self.map.get(key)
+                    && key.block() >= from
+                    && found.len() < most
+                {
+                    found.push((key, slot, sectors));
                 }
-            }
-            if !any {
-                clean.push(*group);
             }
         }
         for group in clean {
             self.dirty.remove(&group);
         }
-        found
+        (found, next)
     }
 
     // Promises.
@@ -357,7 +365,15 @@ impl State {
         counts.dirty -= u64::from(entry.dirty);
         self.open.note_slice(self.layout.slice_of(key));
         self.release(entry.slot);
+        self.forget_clean(key);
         Some(entry)
+    }
+
+    /// A group without a dirty block is not looked at by write-back.
+    fn forget_clean(&mut self, key: Key) {
+        if self.map.group(key).is_none_or(|group| group.dirty == 0) {
+            self.dirty.remove(&key.group());
+        }
     }
 
     /// The newest session of the disk has a record, with what is published now.
@@ -400,6 +416,8 @@ impl State {
         }
         if dirty {
             self.dirty.entry(key.group()).or_insert(self.now);
+        } else {
+            self.forget_clean(key);
         }
         // That home has the block now is no use of it.
         if old.is_none() || dirty {
@@ -523,6 +541,23 @@ impl State {
         self.open.note_ledger(Item::Row(row), Share::Guest);
     }
 
+    /// The row has a new number, which the image does not name yet. Until it does, no block is published: a record would
+    /// void the number that the image still names.
+    pub(crate) fn begin_row(&mut self, row: Row) {
+        self.undecided.insert(row.number);
+        self.set_row(row);
+    }
+
+    /// The image names the newest number of the row.
+    pub(crate) fn row_has_begun(&mut self, row: u16) {
+        self.undecided.remove(&row);
+    }
+
+    /// Whether a block of the disk must not be published now.
+    pub(crate) fn is_undecided(&self, row: u16) -> bool {
+        self.undecided.contains(&row)
+    }
+
     /// Nothing of the disk is cached any more, and its row is free.
     pub(crate) fn remove_row(&mut self, row: u16) {
         let keys = self.map.keys_between(Key::new(row, 0), crate::layout::BLOCKS_MAX);
@@ -533,6 +568,7 @@ impl State {
         self.ledger.zeros.remove_row(row);
         self.ledger.rows.remove(&row);
         self.counts.remove(&row);
+        self.undecided.remove(&row);
         self.open.note_ledger(Item::NoRow(row), Share::Guest);
     }
 

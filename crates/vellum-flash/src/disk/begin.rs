@@ -11,7 +11,9 @@
 //!    newest has no record.
 //! 2. A marked image whose number no row has is refused: the writes that it lacks are elsewhere.
 //! 3. A row that is open is not opened again.
-//! 4. Where nothing ties the image to the cache and it may be written, its blocks count in this opening alone.
+//! 4. Between the row and the image no block of the disk is published, by whomever: the first record voids the number
+//!    that the image still names.
+//! 5. Where nothing ties the image to the cache and it may be written, its blocks count in this opening alone.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -207,11 +209,12 @@ impl Home {
         {
             let mut state = self.cache.state();
             let row = state.ledger.rows.get(&self.row).copied().expect("an open disk has a row");
-            state.set_row(Row { named: number_of(named.as_ref()), newest, has_record: false, ..row });
+            state.begin_row(Row { named: number_of(named.as_ref()), newest, has_record: false, ..row });
         }
         self.cache.commit().await?; // commit point
         let number = SessionNumber::new(newest.to_be_bytes()).expect("it is not zero");
         sessions.begin(number, true).await?; // commit point
+        self.cache.state().row_has_begun(self.row);
         self.has_begun.store(true, Ordering::Release);
         Ok(())
     }

@@ -39,7 +39,7 @@ pub async fn check(path: &Path, options: &ImageOptions, repair: Repair) -> Resul
     };
     let mut lines = Vec::new();
     let report = format.format().check(&storage, repair, &mut |line| lines.push(line)).await?;
-    let session = format.format().look(&*storage).await?.session();
+    let session = format.format().read(&*storage).await?.session();
     if let Some(session) = session.filter(Session::holds_writes) {
         lines.push(format!(
             "{} is behind its disk: the flash cache {} holds writes of it. What was checked is what the image has",

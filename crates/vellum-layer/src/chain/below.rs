@@ -134,7 +134,7 @@ impl Below {
             // The file of a snapshot is written meanwhile.
             let flash = match is_snapshot || data_file.is_some() || !parts.is_empty() {
                 true => None,
-                false => over_below(options, head.kind(), &*storage, &opened.disk)
+                false => over_below(options, &*head, &*storage, &opened.disk)
                     .await
                     .map_err(|error| describe(error, &path, depth))?,
             };

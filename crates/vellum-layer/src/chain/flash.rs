@@ -15,7 +15,8 @@
 //!    be kept. So all that closes it for a change (`change`) finds it complete.
 //! 3. An image is opened as one that the cache knows only where the cache is told of all changes, which is so in
 //!    write-back. Otherwise its first change voids what is cached of it.
-//! 4. An image of which the cache holds writes is opened in write-back, whatever is asked for; then it is drained, and
+//! 4. Nothing of an encrypted image is cached: the cache would have its data as it is.
+//! 5. An image of which the cache holds writes is opened in write-back, whatever is asked for; then it is drained, and
 //!    gets the policy that was asked for.
 
 use std::fmt;
@@ -23,7 +24,6 @@ use std::sync::Arc;
 
 use vellum_core::{Context, Error, ErrorKind, Result, SharedDisk, Storage};
 use vellum_flash::{DiskOptions, FlashCache, FlashCounts, FlashDisk, FlashPolicy};
-use vellum_format::FormatKind;
 use vellum_format::image::{Head, Opened};
 use vellum_format::session::CacheId;
 
@@ -48,6 +48,14 @@ impl fmt::Debug for FlashChoice {
 impl FlashChoice {
     /// What is done with a disk that is written.
     fn policy_for(&self, head: &dyn Head) -> Result<FlashPolicy> {
+        if head.is_encrypted() {
+            return match self.policy {
+                None | Some(FlashPolicy::Off) => Ok(FlashPolicy::Off),
+                Some(_) => Err(Error::unsupported(
+                    "the image is encrypted, and a flash cache would have its data as it is: use the flash policy off",
+                )),
+            };
+        }
         match (self.policy, head.has_place_for_session()) {
             (Some(FlashPolicy::WriteBack), Err(why)) => {
                 Err(why.context("the flash policy writeback is not possible"))
@@ -110,10 +118,10 @@ pub(super) fn id_of_file(identity: &Identity) -> [u8; 16] {
     hashed("vellum flash cache: a file that is written", &[&device, &node, &inode])
 }
 
-/// The row of what is only read, in this format; `None` if nothing proves its content.
-fn id_of_content(kind: FormatKind, storage: &dyn Storage) -> Option<[u8; 16]> {
-    let proof = storage.proof()?;
-    let (kind, len) = (kind.to_string(), storage.len().to_be_bytes());
+/// The row of what is only read, in its format; `None` if nothing proves its content, or it is encrypted.
+fn id_of_content(head: &dyn Head, storage: &dyn Storage) -> Option<[u8; 16]> {
+    let proof = storage.proof().filter(|_| !head.is_encrypted())?;
+    let (kind, len) = (head.kind().to_string(), storage.len().to_be_bytes());
     let parts = [kind.as_bytes(), proof.kind().name().as_bytes(), proof.value().as_bytes(), &len];
     Some(hashed("vellum flash cache: a content", &parts))
 }
@@ -136,7 +144,7 @@ pub(super) async fn over_top(
         if choice.policy == Some(FlashPolicy::Off) {
             return Ok(None);
         }
-        let Some(disk) = id_of_content(head.kind(), storage) else { return Ok(None) };
+        let Some(disk) = id_of_content(head, storage) else { return Ok(None) };
         return over_content(choice, disk, home).await;
     }
     let (policy, is_behind) = (choice.policy_for(head)?, is_behind(head));
@@ -170,14 +178,14 @@ pub(super) async fn over_top(
 /// Those of the cache.
 pub(super) async fn over_below(
     options: &ChainOptions,
-    kind: FormatKind,
+    head: &dyn Head,
     storage: &dyn Storage,
     home: &SharedDisk,
 ) -> Result<Option<Flashed>> {
     let Some(choice) = options.flash.as_ref().filter(|choice| choice.policy != Some(FlashPolicy::Off)) else {
         return Ok(None);
     };
-    let Some(disk) = id_of_content(kind, storage) else { return Ok(None) };
+    let Some(disk) = id_of_content(head, storage) else { return Ok(None) };
     over_content(choice, disk, home.clone()).await
 }
 

@@ -1,5 +1,6 @@
 //! One file for each paper: which runs are made, and the rows and figures that come of them; `run` puts them together.
 
+pub(crate) mod cowcache;
 pub(crate) mod fast16;
 pub(crate) mod fvd;
 pub(crate) mod run;

@@ -9,7 +9,7 @@ use vellum_core::{Context, Result};
 use vellum_lab::report::{Output, Table, complain, say_json};
 use vellum_lab::server::Vellum;
 
-use super::{Options, fast16, fvd, selfie};
+use super::{Options, cowcache, fast16, fvd, selfie};
 use crate::report::{Made, Row, Tally, page};
 
 /// Make the rows and figures of the papers
@@ -41,6 +41,8 @@ pub(crate) struct Args {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Paper {
+    /// COWCache, Cluster Computing 2019: rows C1 to C31
+    Cowcache,
     /// Sync amplification, FAST 2016: rows A1 to A16
     Fast16,
     /// FVD, USENIX ATC 2011: rows F1 to F11
@@ -50,10 +52,11 @@ enum Paper {
 }
 
 impl Paper {
-    const ALL: [Self; 3] = [Self::Selfie, Self::Fast16, Self::Fvd];
+    const ALL: [Self; 4] = [Self::Selfie, Self::Fast16, Self::Fvd, Self::Cowcache];
 
     fn name(self) -> &'static str {
         match self {
+            Self::Cowcache => "cowcache",
             Self::Fast16 => "fast16",
             Self::Fvd => "fvd",
             Self::Selfie => "selfie",
@@ -62,6 +65,7 @@ impl Paper {
 
     fn make(self, options: &Options, table: Table) -> Result<Made> {
         match self {
+            Self::Cowcache => cowcache::make(options, table),
             Self::Fast16 => fast16::make(options, table),
             Self::Fvd => fvd::make(options, table),
             Self::Selfie => selfie::make(options, table),

@@ -225,7 +225,7 @@ pub fn facts_said(path: &Path, found: &Look) -> CacheFacts {
 /// A picture of the slots of a cache ([`Look::strip`]), from the first to the last, in `columns` characters: `.` where nothing is
 /// cached, `-`, `=`, `#` for a part that is up to a half, mostly, or all in use, and `*` where some of it is dirty.
 pub fn map_strip(strip: &[(u32, u32, u32)], columns: usize) -> String {
-    let columns = columns.clamp(1, strip.len().max(1));
+    let columns = columns.min(strip.len());
     let of = |column: usize| {
         let (first, end) = (column * strip.len() / columns, (column + 1) * strip.len() / columns);
         let part = &strip[first..end];

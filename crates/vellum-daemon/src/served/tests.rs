@@ -324,6 +324,7 @@ fn a_step_that_failed_is_no_end() {
                 description: String::new(),
                 rate_limits: Default::default(),
                 hydration: Default::default(),
+                flash_policy: None,
             };
             let exports = Exports::new();
             let group = Group { canonical: path.clone(), exports: vec![export] };

@@ -73,6 +73,7 @@ pub mod qcow2;
 pub mod raw;
 pub mod report;
 pub mod session;
+mod shared_or_alone;
 mod snapshot_base;
 mod state;
 mod truth;

@@ -125,6 +125,11 @@ fn the_contract_holds_when_the_drive_answers_in_any_order() {
 }
 
 #[test]
+fn crashes_of_a_busy_image() {
+    sim::crashes_of_a_busy_image(&setups());
+}
+
+#[test]
 fn every_host_operation_fails_once() {
     sim::every_host_operation_fails(&setups(), Operation::Write | Operation::WriteZeroes, 20);
 }

@@ -21,6 +21,8 @@ use vellum_core::{
 };
 use vellum_luks::{SECTOR, SectorCipher};
 
+use crate::shared_or_alone::SharedOrAlone;
+
 /// More bytes are encrypted and decrypted elsewhere, so that the worker serves others meanwhile.
 const HERE_MAX: usize = 256 << 10;
 /// Zeros are encrypted and written in pieces of this many bytes.
@@ -37,7 +39,7 @@ pub(crate) struct Ciphered {
     cipher: Arc<SectorCipher>,
     offload: Arc<dyn Offload>,
     /// Shared by those who write whole sectors.
-    parts: async_lock::RwLock<()>,
+    parts: SharedOrAlone,
 }
 
 fn first_sector(at: ImageOffset) -> u64 {
@@ -113,7 +115,7 @@ impl Ciphered {
             discards: false,
             ..inner.limits().clone()
         };
-        Self { inner, begin: 0, end: None, limits, cipher, offload, parts: async_lock::RwLock::new(()) }
+        Self { inner, begin: 0, end: None, limits, cipher, offload, parts: SharedOrAlone::default() }
     }
 
     fn within(&self, span: ImageSpan) -> ImageSpan {
@@ -175,10 +177,10 @@ impl Ciphered {
             return Ok(());
         }
         if BlockSize::SECTOR.aligns(at) && BlockSize::SECTOR.aligns(span.end()) {
-            let _shared = self.parts.read().await;
+            let _shared = self.parts.shared().await;
             return self.write_whole(at, &data).await;
         }
-        let _alone = self.parts.write().await;
+        let _alone = self.parts.alone().await;
         let start = ImageOffset::new(BlockSize::SECTOR.round_down(at.bytes()));
         let end = BlockSize::SECTOR.round_up(span.end().bytes());
         let len = usize::try_from(end - start.bytes()).expect("a request fits memory");

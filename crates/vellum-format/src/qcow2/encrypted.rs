@@ -26,18 +26,19 @@ use vellum_luks::SectorCipher;
 use super::header::{Encryption, Header};
 use crate::image::OpenOptions;
 use crate::luks::{Ciphered, KeyArea, Unlock, seal};
+use crate::shared_or_alone::SharedOrAlone;
 
 /// What an open image has for its encryption.
 pub(crate) struct Encrypted {
     cipher: Arc<SectorCipher>,
     offload: Arc<dyn Offload>,
     /// Shared by changes of whole sectors, held alone by those of parts.
-    pub(super) parts: async_lock::RwLock<()>,
+    pub(super) parts: SharedOrAlone,
 }
 
 impl Encrypted {
     pub(crate) fn new(cipher: Arc<SectorCipher>, offload: Arc<dyn Offload>) -> Self {
-        Self { cipher, offload, parts: async_lock::RwLock::new(()) }
+        Self { cipher, offload, parts: SharedOrAlone::default() }
     }
 
     /// The storage of guest data as it reads without encryption.

@@ -22,10 +22,10 @@ impl Qcow2 {
         data: Buffer,
     ) -> Result<()> {
         if is_whole(span) {
-            let _shared = encrypted.parts.read().await;
+            let _shared = encrypted.parts.shared().await;
             return self.write_sectors(span, data).await;
         }
-        let _alone = encrypted.parts.write().await;
+        let _alone = encrypted.parts.alone().await;
         self.write_parts(span, data).await
     }
 
@@ -51,10 +51,10 @@ impl Qcow2 {
         zero: impl AsyncFnOnce(GuestSpan) -> Result<()>,
     ) -> Result<()> {
         if is_whole(span) {
-            let _shared = encrypted.parts.read().await;
+            let _shared = encrypted.parts.shared().await;
             return zero(span).await;
         }
-        let _alone = encrypted.parts.write().await;
+        let _alone = encrypted.parts.alone().await;
         let start = GuestOffset::new(BlockSize::SECTOR.round_up(span.start().bytes()));
         let end = GuestOffset::new(BlockSize::SECTOR.round_down(span.end().bytes()));
         let write = async |from: GuestOffset, to: GuestOffset| {

@@ -105,6 +105,12 @@ impl Ciphered {
         Self { begin, end: Some(end), ..Self::all_of(inner, cipher, offload) }
     }
 
+    /// As it is, but for an end that may lie within a sector.
+    #[cfg(test)]
+    pub(super) fn ending_at(self, end: u64) -> Self {
+        Self { end: Some(end), ..self }
+    }
+
     /// All of `inner`, which may become longer: for reading what others encrypt there.
     pub(crate) fn all_of(inner: SharedStorage, cipher: Arc<SectorCipher>, offload: Arc<dyn Offload>) -> Self {
         let limits = Limits {

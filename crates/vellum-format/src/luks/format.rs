@@ -136,18 +136,18 @@ mod tests {
 
     /// Makes storages behind a cipher.
     struct Fixture {
-        last: std::cell::RefCell<Option<(SharedStorage, Arc<SectorCipher>)>>,
+        last: std::cell::RefCell<Option<(SharedStorage, Arc<SectorCipher>, u64)>>,
     }
 
-    fn over(inner: &SharedStorage, cipher: &Arc<SectorCipher>) -> SharedStorage {
-        Arc::new(Ciphered::behind(8192, inner.clone(), cipher.clone(), Arc::new(Inline)))
+    fn over(inner: &SharedStorage, cipher: &Arc<SectorCipher>, len: u64) -> SharedStorage {
+        Arc::new(Ciphered::behind(8192, inner.clone(), cipher.clone(), Arc::new(Inline)).ending_at(len))
     }
 
     impl StorageFixture for Fixture {
         fn fresh(&self, len: u64) -> LocalFuture<'_, Result<SharedStorage>> {
             Box::pin(async move {
                 let inner: SharedStorage = MemoryStorage::new("inner");
-                inner.set_len(8192 + len).await?;
+                inner.set_len(8192 + BlockSize::SECTOR.round_up(len)).await?;
                 let mut random = Random::from_seed(len);
                 let mut chance = |bytes: &mut [u8]| {
                     bytes.fill_with(|| u8::try_from(random.below(256)).expect("a byte"));
@@ -156,17 +156,17 @@ mod tests {
                 let mode = Mode::named("xts-plain64")?;
                 let new = NewHeader { mode, key_len: 64, hash: Hash::Sha256, digest_iterations: 1000 };
                 let cipher = Arc::new(SectorCipher::new(mode, &new.make(&mut chance)?.1)?);
-                let storage = over(&inner, &cipher);
+                let storage = over(&inner, &cipher, len);
                 storage.write_zeroes(ImageOffset::ZERO.span(len), Zeroes::Allocated).await?;
-                *self.last.borrow_mut() = Some((inner, cipher));
+                *self.last.borrow_mut() = Some((inner, cipher, len));
                 Ok(storage)
             })
         }
 
         fn reopen(&self) -> LocalFuture<'_, Result<SharedStorage>> {
             let last = self.last.borrow();
-            let (inner, cipher) = last.as_ref().expect("one was made");
-            ready(Ok(over(inner, cipher)))
+            let (inner, cipher, len) = last.as_ref().expect("one was made");
+            ready(Ok(over(inner, cipher, *len)))
         }
     }
 

@@ -145,7 +145,8 @@ impl Home {
                 return Ok(());
             }
             if is_kept {
-                return self.cache.commit().await;
+                self.cache.commit().await?;
+                return self.keep_session().await;
             }
             self.drain().await?;
             self.end_session().await?;

@@ -101,7 +101,10 @@ impl Home {
         };
         match chosen.is_empty() {
             true => Ok(Batch { next, clean: 0 }),
-            false => self.write_these(&chosen, is_durable).await,
+            false => {
+                self.begin().await?;
+                self.write_these(&chosen, is_durable).await
+            }
         }
     }
 
@@ -263,6 +266,7 @@ impl Home {
             state.runs_of(self.row).take((share / RUN_BYTES / 2).max(1)).collect()
         };
         let [first, ..] = &chosen[..] else { return Ok(0) };
+        self.begin().await?;
         cache.commit().await?; // commit point, rule 1
         let last = chosen[chosen.len() - 1];
         let watch = self.claims.watch(first.key.block()..last.key.block() + last.blocks);

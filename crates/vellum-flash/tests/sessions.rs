@@ -26,8 +26,34 @@ struct Image {
 struct Header {
     cache: CacheId,
     session: Mutex<Option<Session>>,
-    /// The next beginning is cut off: the image does not get the number.
+    /// Beginnings are cut off: the image does not get the number.
     is_cut_off: Mutex<bool>,
+    /// Before and after each change of the header: what it said, and what was on flash.
+    moments: Mutex<Vec<(Option<Session>, Flash)>>,
+    watched: Mutex<Option<Flash>>,
+}
+
+impl Header {
+    fn of(session: Option<Session>) -> Arc<Self> {
+        let cache = CacheId::new(common::ID).unwrap();
+        let (is_cut_off, moments, watched) = Default::default();
+        Arc::new(Self { cache, session: Mutex::new(session), is_cut_off, moments, watched })
+    }
+
+    fn now(&self) -> Option<Session> {
+        *self.session.lock().unwrap()
+    }
+
+    fn set(&self, session: Option<Session>) {
+        let note = || {
+            if let Some(flash) = &*self.watched.lock().unwrap() {
+                self.moments.lock().unwrap().push((self.now(), flash.copied()));
+            }
+        };
+        note();
+        *self.session.lock().unwrap() = session;
+        note();
+    }
 }
 
 impl Sessions for Header {
@@ -37,26 +63,26 @@ impl Sessions for Header {
 
     fn begin(&self, number: SessionNumber, holds_writes: bool) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
-            if std::mem::take(&mut *self.is_cut_off.lock().unwrap()) {
+            if *self.is_cut_off.lock().unwrap() {
                 return Err(Error::new(ErrorKind::Io, "cut off"));
             }
             let state = if holds_writes { SessionState::HoldsWrites } else { SessionState::Clean };
-            *self.session.lock().unwrap() = Some(Session { cache: self.cache, number, state });
+            self.set(Some(Session { cache: self.cache, number, state }));
             Ok(())
         })
     }
 
     fn clear_mark(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(async {
-            let mut session = self.session.lock().unwrap();
-            session.as_mut().expect("it has one").state = SessionState::Clean;
+            let session = self.now().expect("it has one");
+            self.set(Some(Session { state: SessionState::Clean, ..session }));
             Ok(())
         })
     }
 
     fn end(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(async {
-            *self.session.lock().unwrap() = None;
+            self.set(None);
             Ok(())
         })
     }
@@ -64,23 +90,15 @@ impl Sessions for Header {
 
 impl Image {
     fn new(value: u8) -> Self {
-        let header = Header {
-            cache: CacheId::new(common::ID).unwrap(),
-            session: Mutex::default(),
-            is_cut_off: Mutex::default(),
-        };
-        Self { home: MemoryDisk::holding(&[value; 64 << 10]), header: Arc::new(header) }
+        Self { home: MemoryDisk::holding(&[value; 64 << 10]), header: Header::of(None) }
     }
 
     /// What is left when nothing more is written.
     fn copied(&self) -> Self {
-        let session = *self.header.session.lock().unwrap();
-        let header =
-            Header { cache: self.header.cache, session: Mutex::new(session), is_cut_off: Mutex::default() };
         let size = usize::try_from(self.home.geometry().size).unwrap();
         let bytes =
             block_on(self.home.reopened().read(GuestOffset::ZERO, Buffer::zeroed(size))).unwrap().to_vec();
-        Self { home: MemoryDisk::holding(&bytes), header: Arc::new(header) }
+        Self { home: MemoryDisk::holding(&bytes), header: Header::of(self.header.now()) }
     }
 
     /// Another program writes it.
@@ -97,11 +115,15 @@ impl Image {
     }
 
     async fn open(&self, cache: &Arc<FlashCache>) -> Result<Arc<FlashDisk>> {
+        self.open_with(cache, FlashPolicy::WriteBack).await
+    }
+
+    async fn open_with(&self, cache: &Arc<FlashCache>, policy: FlashPolicy) -> Result<Arc<FlashDisk>> {
         let options = DiskOptions {
             disk: [9; 16],
-            home: self.home.clone(),
+            home: self.home.reopened(),
             sessions: Some(self.header.clone()),
-            policy: FlashPolicy::WriteBack,
+            policy,
             trusts_home: false,
         };
         cache.open_disk(options).await
@@ -213,7 +235,7 @@ fn openings_that_are_cut_off_do_not_push_out_the_number_that_the_image_names() {
             for seconds in [1, 100, 200] {
                 cache.tend(std::time::Duration::from_secs(seconds)).await;
             }
-            disk.drain().await.unwrap();
+            disk.drain().await.expect_err("nothing goes home under a number that the image does not get");
             cache.flush().await.unwrap();
             image = image.copied();
         }
@@ -285,5 +307,173 @@ fn a_disk_that_is_forgotten_is_dirty_no_more() {
         let cache = flash.open().await;
         assert_eq!((cache.facts().dirty_blocks, cache.rows().len()), (0, 0));
         assert!(!cache.forget([9; 16]).await.unwrap());
+    });
+}
+
+fn kind(opened: Result<Arc<FlashDisk>>) -> Option<ErrorKind> {
+    opened.err().map(|error| error.kind())
+}
+
+async fn closed(disk: &FlashDisk, keeps: bool) {
+    disk.keep_at_close(keeps);
+    disk.close().await.unwrap();
+}
+
+#[test]
+fn a_copy_that_lacks_writes_is_refused_when_they_have_gone_home_to_the_image() {
+    block_on(async {
+        // The copy is made while the image is in use, or closed and kept; the image is then closed in all ways.
+        for (is_kept, keeps_again) in [(false, false), (false, true), (true, false), (true, true)] {
+            let (flash, image) = (Flash::new(), Image::new(1));
+            let cache = flash.open().await;
+            let mut disk = image.open(&cache).await.unwrap();
+            write(&disk, 2).await.unwrap();
+            if is_kept {
+                closed(&disk, true).await;
+            }
+            let copy = image.copied();
+            assert!(copy.is_marked());
+            if is_kept {
+                disk = image.open(&cache).await.unwrap();
+            }
+            // Nothing is written in this opening.
+            disk.drain().await.unwrap();
+            closed(&disk, keeps_again).await;
+            let reopened = flash.open().await;
+            for cache in [cache, reopened] {
+                let error = copy.copied().open(&cache).await.err().expect("its writes went elsewhere");
+                assert_eq!(error.kind(), ErrorKind::Refused);
+                assert!(error.to_string().contains("older copy"), "{error}");
+                let disk = image.copied().open(&cache).await.unwrap();
+                assert_eq!(read(&disk).await, 2, "{is_kept} {keeps_again}");
+            }
+        }
+    });
+}
+
+#[test]
+fn what_goes_home_without_a_write_goes_under_a_number_of_this_opening() {
+    block_on(async {
+        let (flash, image) = (Flash::new(), Image::new(1));
+        let cache = flash.open().await;
+        let disk = image.open(&cache).await.unwrap();
+        write(&disk, 2).await.unwrap();
+        closed(&disk, true).await;
+        let copy = image.copied();
+        let disk = image.open(&cache).await.unwrap();
+        for seconds in [1, 100, 200] {
+            cache.tend(std::time::Duration::from_secs(seconds)).await;
+        }
+        assert_eq!(disk.dirty_blocks(), 0, "the background has written");
+        cache.flush().await.unwrap();
+        // Killed, not closed.
+        let (image, cache) = (image.copied(), flash.open().await);
+        assert_eq!(kind(copy.open(&cache).await), Some(ErrorKind::Refused));
+        assert_eq!(read(&image.open(&cache).await.unwrap()).await, 2);
+    });
+}
+
+#[test]
+fn a_close_that_is_cut_off_anywhere_leaves_an_image_that_its_cache_opens() {
+    block_on(async {
+        for keeps in [false, true] {
+            let (flash, image) = (Flash::new(), Image::new(1));
+            let cache = flash.open().await;
+            let disk = image.open(&cache).await.unwrap();
+            write(&disk, 2).await.unwrap();
+            let copy = image.copied();
+            *image.header.watched.lock().unwrap() = Some(Flash(Mutex::new(flash.0.lock().unwrap().clone())));
+            closed(&disk, keeps).await;
+            let moments = std::mem::take(&mut *image.header.moments.lock().unwrap());
+            assert_eq!(moments.len(), if keeps { 2 } else { 4 }, "a number; and the mark");
+            let homes = image.copied().home;
+            for (index, (session, then)) in moments.into_iter().enumerate() {
+                let image = Image { home: homes.clone(), header: Header::of(session) }.copied();
+                if index >= 2 {
+                    // The mark is taken away when no copy counts any more.
+                    let cache = then.copied().open().await;
+                    assert_eq!(kind(copy.copied().open(&cache).await), Some(ErrorKind::Refused), "{index}");
+                }
+                let cache = then.open().await;
+                let disk = image.open(&cache).await.unwrap();
+                assert_eq!(read(&disk).await, 2, "{keeps} {index}");
+                closed(&disk, false).await;
+                assert!(!image.is_marked());
+                let home = image.home.reopened();
+                let found = home.read(GuestOffset::ZERO, Buffer::zeroed(1)).await.unwrap().to_vec();
+                assert_eq!(found, [2], "{keeps} {index}");
+                assert_eq!(kind(copy.copied().open(&cache).await), Some(ErrorKind::Refused), "{keeps} {index}");
+            }
+        }
+    });
+}
+
+#[test]
+fn a_copy_of_a_closed_image_has_nothing_of_what_was_written_since() {
+    block_on(async {
+        for policy in [FlashPolicy::WriteBack, FlashPolicy::ReadOnly] {
+            let (flash, image) = (Flash::new(), Image::new(1));
+            let cache = flash.open().await;
+            let disk = image.open(&cache).await.unwrap();
+            write(&disk, 2).await.unwrap();
+            closed(&disk, false).await;
+            let copy = image.copied();
+            let disk = image.open_with(&cache, policy).await.unwrap();
+            write(&disk, 3).await.unwrap();
+            assert_eq!(read(&disk).await, 3);
+            cache.tend(std::time::Duration::from_secs(1)).await;
+            cache.flush().await.unwrap();
+            let killed = flash.copied();
+            closed(&disk, false).await;
+            drop(disk);
+            for flash in [killed, flash] {
+                let (copy, cache) = (copy.copied(), flash.open().await);
+                let disk = copy.open(&cache).await.unwrap();
+                assert_eq!(read(&disk).await, 2, "{policy:?}");
+                write(&disk, 4).await.unwrap();
+                closed(&disk, false).await;
+            }
+        }
+    });
+}
+
+#[test]
+fn a_copy_from_write_back_is_refused_when_the_image_has_left_it() {
+    block_on(async {
+        let (flash, image) = (Flash::new(), Image::new(1));
+        let cache = flash.open().await;
+        let disk = image.open(&cache).await.unwrap();
+        write(&disk, 2).await.unwrap();
+        let copy = image.copied();
+        disk.set_policy(FlashPolicy::ReadOnly).await.unwrap();
+        let then = flash.copied();
+        write(&disk, 3).await.unwrap();
+        closed(&disk, false).await;
+        for flash in [then, flash] {
+            assert_eq!(kind(copy.copied().open(&flash.open().await).await), Some(ErrorKind::Refused));
+        }
+    });
+}
+
+#[test]
+fn of_two_disks_with_the_same_digits_only_the_one_whose_session_is_named_is_forgotten() {
+    block_on(async {
+        let (flash, lost, live) = (Flash::new(), Image::new(1), Image::new(1));
+        let cache = flash.open().await;
+        for (image, value) in [(&lost, 2), (&live, 3)] {
+            let disk = image.open(&cache).await.unwrap();
+            write(&disk, value).await.unwrap();
+            closed(&disk, true).await;
+        }
+        let cache = flash.open().await;
+        let error = cache.forget([9; 16]).await.expect_err("which one?");
+        assert_eq!(error.kind(), ErrorKind::Invalid);
+        let session = lost.header.now().unwrap().number;
+        assert!(error.to_string().contains(&session.to_string()), "{error}");
+        assert_eq!(cache.facts().dirty_blocks, 2, "nothing is forgotten");
+        assert!(cache.forget(session.bytes()).await.unwrap());
+        let cache = flash.open().await;
+        assert_eq!(cache.facts().dirty_blocks, 1);
+        assert_eq!(read(&live.copied().open(&cache).await.unwrap()).await, 3);
     });
 }

@@ -3,8 +3,9 @@
 //! ```text
 //!   open    the number that the image names ─► the row that has it       its blocks count
 //!                                           └─► none: a new row           nothing is cached yet
-//!   begin   new number ─► row, beside the one that the image names ► commit ─► image ► flush      before the first write
-//!   close   drained ─► the mark is taken away; the number goes on counting
+//!   begin   new number ─► row, beside the one that the image names ► commit ─► image ► flush      before the first change
+//!   close   drained ─► the same ─► row: only the newest counts ► commit ─► the mark is taken away
+//!   leave   closed ─► row: none counts ► commit ─► image: no session
 //! ```
 //!
 //! 1. The blocks of a row count for an image that names the row's newest number, or the one beside it while the
@@ -13,7 +14,10 @@
 //! 3. A row that is open is not opened again.
 //! 4. Between the row and the image no block of the disk is published, by whomever: the first record voids the number
 //!    that the image still names.
-//! 5. Where nothing ties the image to the cache and it may be written, its blocks count in this opening alone.
+//! 5. Home changes only under a number that this opening has drawn, also by write-back; and a close leaves a number that
+//!    no copy has which was made before. So a copy of an image that is put back, or opened beside it, is refused or has
+//!    nothing of the cache, unless nothing has changed since.
+//! 6. Where nothing ties the image to the cache and it may be written, its blocks count in this opening alone.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -24,8 +28,9 @@ use super::FlashDisk;
 use crate::claims::Claims;
 use crate::options::{DiskOptions, FlashPolicy};
 use crate::record::Row;
-use crate::session::{Session, SessionNumber};
+use crate::session::{Session, SessionNumber, Sessions};
 use crate::shared::{Above, FlashCache, Home, Tally};
+use crate::state::State;
 
 fn number_of(session: Option<&Session>) -> u128 {
     session.map_or(0, |session| u128::from_be_bytes(session.number.bytes()))
@@ -109,7 +114,12 @@ impl FlashCache {
         let number = number_of(Some(session));
         let mut state = self.state();
         let rows = || state.ledger.rows.values().copied();
-        if let Some(row) = rows().find(|row| row.newest == number) {
+        if let Some(mut row) = rows().find(|row| row.newest == number) {
+            if !row.has_record {
+                // The newer number is in the image, so a copy that names the older one is another file.
+                row.has_record = true;
+                state.set_row(row);
+            }
             return Ok(Some(row));
         }
         match rows().find(|row| row.named == number) {
@@ -121,16 +131,18 @@ impl FlashCache {
             }
             Some(_) if session.holds_writes() => {
                 let why = format!(
-                    "{}: another copy of this image was opened with the flash cache since, so the writes that this copy \
-                     lacks are not known any more: use that copy, or give them up with `vellum flash forget`",
+                    "{0}: this file is an older copy: the image was written or drained with the flash cache since, so \
+                     the writes that this copy lacks are not known any more. Use the image that was opened last, or give \
+                     them up with `vellum flash forget IMAGE`",
                     self.name()
                 );
                 Err(Error::new(ErrorKind::Refused, why))
             }
             None if session.holds_writes() => {
                 let why = format!(
-                    "{}: the flash cache does not have the writes that the image lacks: give them up with `vellum flash \
-                     forget`",
+                    "{}: the flash cache does not have the writes that the image lacks. Either this file is an older copy \
+                     of an image that was written or drained since: then use that one. Or an older copy of the cache was \
+                     put back, or the cache has forgotten the disk: then give them up with `vellum flash forget IMAGE`",
                     self.name()
                 );
                 Err(Error::new(ErrorKind::Refused, why))
@@ -158,25 +170,38 @@ impl FlashCache {
         (u128::from(random.any()) << 64 | u128::from(random.any())).max(1)
     }
 
-    /// Forgets the disk: its row, and what is cached of it, also what is dirty. False when there is no such row.
+    /// Forgets the disk of which these are the bytes, or the number of its session: its row, and what is cached of it,
+    /// also what is dirty. False when there is no such row.
     ///
     /// # Errors
-    /// `Locked` while the disk is open; those of the commit.
-    pub async fn forget(&self, disk: [u8; 16]) -> Result<bool> {
-        let disk = u128::from_be_bytes(disk);
-        let rows: Vec<u16> = {
-            let state = self.state();
-            state.ledger.rows.values().filter(|row| row.disk == disk).map(|row| row.number).collect()
+    /// `Invalid` when several rows have these bytes, and `Locked` while the disk is open: nothing is forgotten then.
+    /// Those of the commit.
+    pub async fn forget(&self, which: [u8; 16]) -> Result<bool> {
+        let which = u128::from_be_bytes(which);
+        let is_it = |row: &&Row| {
+            row.disk == which || row.newest == which || (!row.has_record && row.named == which && which != 0)
         };
-        if let Some(row) = rows.iter().find(|row| self.is_row_open(**row)) {
-            let why = format!("{}: disk {row} is open: close it first", self.name());
+        let rows: Vec<Row> = self.state().ledger.rows.values().filter(is_it).copied().collect();
+        let Some(row) = rows.first() else { return Ok(false) };
+        if rows.len() > 1 {
+            let sessions: Vec<String> = rows.iter().map(|row| format!("{:032x}", row.newest)).collect();
+            let why = format!(
+                "{}: {} disks have these digits, because the file of one image took the place of another's: give the \
+                 session of the one instead, which is one of {}. `vellum info IMAGE` shows the sessions of the images \
+                 that are to stay",
+                self.name(),
+                rows.len(),
+                sessions.join(", ")
+            );
+            return Err(Error::invalid(why));
+        }
+        if self.is_row_open(row.number) {
+            let why = format!("{}: disk {} is open: close it first", self.name(), row.number);
             return Err(Error::new(ErrorKind::Locked, why));
         }
-        for row in &rows {
-            self.state().remove_row(*row);
-        }
+        self.state().remove_row(row.number);
         self.commit_all().await?;
-        Ok(!rows.is_empty())
+        Ok(true)
     }
 }
 
@@ -193,8 +218,9 @@ fn may_have(policy: FlashPolicy, options: &DiskOptions, is_read_only: bool) -> R
 }
 
 impl Home {
-    /// Before the first change of this opening: a new number, in the row and then in the image.
-    pub(super) async fn begin(&self) -> Result<()> {
+    /// Before the first change of this opening, which may also be a write-back of what an earlier one has left: a new
+    /// number, in the row and then in the image.
+    pub(crate) async fn begin(&self) -> Result<()> {
         let Some(sessions) = &self.sessions else { return Ok(()) };
         if self.has_begun.load(Ordering::Acquire) {
             return Ok(());
@@ -203,54 +229,118 @@ impl Home {
         if self.has_begun.load(Ordering::Acquire) {
             return Ok(());
         }
+        self.change_number(&**sessions).await?;
+        self.has_begun.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// A new number, and the mark. After a crash the image names the new one or that before, and the row has both.
+    async fn change_number(&self, sessions: &dyn Sessions) -> Result<()> {
         let named = sessions.session().await;
         let named = named.filter(|session| session.counts() && session.cache == self.cache.id);
         let newest = self.cache.draw_number();
         {
             let mut state = self.cache.state();
-            let row = state.ledger.rows.get(&self.row).copied().expect("an open disk has a row");
+            let row = self.row_in(&state);
             state.begin_row(Row { named: number_of(named.as_ref()), newest, has_record: false, ..row });
         }
         self.cache.commit().await?; // commit point
         let number = SessionNumber::new(newest.to_be_bytes()).expect("it is not zero");
         sessions.begin(number, true).await?; // commit point
         self.cache.state().row_has_begun(self.row);
-        self.has_begun.store(true, Ordering::Release);
         Ok(())
+    }
+
+    fn row_in(&self, state: &State) -> Row {
+        state.ledger.rows.get(&self.row).copied().expect("an open disk has a row")
+    }
+
+    fn must_be_clean(&self) -> Result<()> {
+        match self.cache.state().is_dirty(self.row) {
+            true => Err(Error::new(ErrorKind::Io, "blocks of the disk are still dirty")),
+            false => Ok(()),
+        }
     }
 
     /// Before the first change past the cache: flash is not told of it durably, so nothing of it may count later. What
     /// flash holds goes home before.
     pub(super) async fn leave_session(&self) -> Result<()> {
-        let Some(sessions) = &self.sessions else { return Ok(()) };
-        if self.has_begun.load(Ordering::Acquire) {
+        if self.sessions.is_none() || self.has_begun.load(Ordering::Acquire) {
             return Ok(());
+        }
+        if self.cache.state().is_dirty(self.row) {
+            self.drain().await?;
+            // It was a change, under a number of this opening.
+            self.has_begun.store(false, Ordering::Release);
         }
         let _alone = self.beginning.lock().await;
-        if self.has_begun.load(Ordering::Acquire) {
-            return Ok(());
+        if !self.has_begun.load(Ordering::Acquire) {
+            self.leave().await?;
+            self.has_begun.store(true, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    /// Nothing of the disk counts any more, for no copy of the image. The row is told first: it may lack what the image
+    /// gets from now on.
+    async fn leave(&self) -> Result<()> {
+        let Some(sessions) = &self.sessions else { return Ok(()) };
+        self.must_be_clean()?;
+        self.take_mark(&**sessions).await?;
+        let is_known = {
+            let mut state = self.cache.state();
+            let row = self.row_in(&state);
+            if row.newest != 0 {
+                state.set_row(Row { named: 0, newest: 0, has_record: false, ..row });
+            }
+            row.newest != 0
+        };
+        if is_known {
+            self.cache.commit_all().await?; // commit point
         }
         if sessions.session().await.is_some_and(|session| session.counts()) {
-            self.drain().await?;
-            if self.cache.state().is_dirty(self.row) {
-                return Err(Error::new(ErrorKind::Io, "blocks of the disk are still dirty"));
-            }
             sessions.end().await?; // commit point
         }
-        self.has_begun.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// The number becomes one that no copy of the image has, and then the row knows no other.
+    async fn renew(&self, sessions: &dyn Sessions) -> Result<()> {
+        self.change_number(sessions).await?;
+        {
+            let mut state = self.cache.state();
+            let row = self.row_in(&state);
+            state.set_row(Row { has_record: true, ..row });
+        }
+        self.cache.commit_all().await // commit point
+    }
+
+    /// Of an image that is complete.
+    async fn take_mark(&self, sessions: &dyn Sessions) -> Result<()> {
+        if sessions.session().await.is_some_and(|session| session.holds_writes()) {
+            self.must_be_clean()?;
+            self.renew(sessions).await?;
+            sessions.clear_mark().await?; // commit point
+        }
         Ok(())
     }
 
     /// The disk is drained, and the image is told so.
     pub(super) async fn end_session(&self) -> Result<()> {
         let Some(sessions) = &self.sessions else { return Ok(()) };
-        if sessions.session().await.is_some_and(|session| session.holds_writes()) {
-            if self.cache.state().is_dirty(self.row) {
-                return Err(Error::new(ErrorKind::Io, "blocks of the disk are still dirty"));
-            }
-            sessions.clear_mark().await?; // commit point
-        }
+        let _alone = self.beginning.lock().await;
+        self.take_mark(&**sessions).await?;
         self.has_begun.store(false, Ordering::Release);
+        Ok(())
+    }
+
+    /// The disk's blocks stay where they are, and the image marked.
+    pub(super) async fn keep_session(&self) -> Result<()> {
+        let Some(sessions) = &self.sessions else { return Ok(()) };
+        let _alone = self.beginning.lock().await;
+        if self.has_begun.swap(false, Ordering::AcqRel) {
+            self.renew(&**sessions).await?;
+        }
         Ok(())
     }
 
@@ -272,9 +362,8 @@ impl Home {
                 return Err(Error::new(ErrorKind::Invalid, "the disk was written while it was drained"));
             }
             // From now on home changes without flash being told durably, so nothing counts after a crash.
-            if let Some(sessions) = &self.sessions {
-                sessions.end().await?; // commit point
-            }
+            let _alone = self.beginning.lock().await;
+            self.leave().await?;
         }
         self.has_begun.store(false, Ordering::Release);
         *lock(&self.policy) = policy;

@@ -98,11 +98,16 @@ pub(crate) async fn canonical_path(path: &Path) -> std::io::Result<PathBuf> {
     unblock_at(path, move || asked.canonicalize()).await
 }
 
-/// The time of the last change tells a file from an earlier one that had its number.
+/// The time of the last change tells a file from an earlier one that had its number; and what the file system says of
+/// itself, from one of another file system that has the device's number now.
 fn identity(path: &Path) -> Option<Identity> {
     let facts = std::fs::metadata(path).ok()?;
     let changed = facts.ctime().checked_mul(1_000_000_000)?.checked_add(facts.ctime_nsec())?;
-    Some([facts.dev(), facts.rdev(), facts.ino(), changed.cast_unsigned()])
+    let node = match facts.is_file() {
+        true => rustix::fs::statvfs(path).map_or(0, |system| system.f_fsid),
+        false => facts.rdev(),
+    };
+    Some([facts.dev(), node, facts.ino(), changed.cast_unsigned()])
 }
 
 /// What a remote image is now, as far as its server tells. One of which it tells nothing is shared with no other disk.

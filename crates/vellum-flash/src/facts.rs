@@ -53,7 +53,7 @@ pub struct RowFacts {
     pub named: Option<SessionNumber>,
     /// The newest session.
     pub newest: Option<SessionNumber>,
-    /// The newest session has a record.
+    /// Only the newest session counts: it has a record, or the image is known to name it.
     pub has_record: bool,
     /// The disk is open.
     pub is_open: bool,

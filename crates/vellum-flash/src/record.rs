@@ -78,7 +78,7 @@ pub(crate) const ROW_LEN: usize = 56;
 pub(crate) struct Row {
     /// Its number, below [`ROWS_MAX`].
     pub(crate) number: u16,
-    /// The newest session has a record.
+    /// Only the newest session counts: it has a record, or the image is known to name it.
     pub(crate) has_record: bool,
     /// The image's uuid, or a hash of what identifies it.
     pub(crate) disk: u128,

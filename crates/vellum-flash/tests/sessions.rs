@@ -402,7 +402,11 @@ fn a_close_that_is_cut_off_anywhere_leaves_an_image_that_its_cache_opens() {
                 let home = image.home.reopened();
                 let found = home.read(GuestOffset::ZERO, Buffer::zeroed(1)).await.unwrap().to_vec();
                 assert_eq!(found, [2], "{keeps} {index}");
-                assert_eq!(kind(copy.copied().open(&cache).await), Some(ErrorKind::Refused), "{keeps} {index}");
+                assert_eq!(
+                    kind(copy.copied().open(&cache).await),
+                    Some(ErrorKind::Refused),
+                    "{keeps} {index}"
+                );
             }
         }
     });

@@ -214,7 +214,8 @@ pub fn may_use(name: &str, session: Option<Session>, flash: Option<CacheId>) -> 
         return Ok(());
     };
     let remedy = format!(
-        "complete the image with `vellum flash recover`, or give these writes up with `vellum flash forget {name}`"
+        "complete the image with `vellum flash recover --full CACHE {name}`, where CACHE is the path of the cache that has this \
+         id, or give these writes up with `vellum flash forget {name}`"
     );
     let why = match flash {
         None => format!(
@@ -238,7 +239,8 @@ pub fn must_be_drained(name: &str, session: Option<Session>) -> Result<()> {
         Some(Session { cache, .. }) => Err(Error::new(
             ErrorKind::Refused,
             format!(
-                "the flash cache {cache} may hold writes of {name}: drain it first with `vellum flash drain`"
+                "the flash cache {cache} may hold writes of {name}: drain it first with `vellum flash drain CACHE {name}`, or \
+                 with --control where it is served"
             ),
         )),
     }
@@ -290,8 +292,12 @@ mod tests {
         }
         let error =
             may_use("disk.qcow2", Some(session(SessionState::HoldsWrites)), None).unwrap_err().chain();
-        for part in ["disk.qcow2", &"03".repeat(16), "vellum flash recover", "vellum flash forget disk.qcow2"]
-        {
+        for part in [
+            "disk.qcow2",
+            &"03".repeat(16),
+            "recover --full CACHE disk.qcow2",
+            "vellum flash forget disk.qcow2",
+        ] {
             assert!(error.contains(part), "{error}");
         }
     }

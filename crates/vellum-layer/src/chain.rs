@@ -219,7 +219,7 @@ pub struct Chain {
     /// How much the mapping of the top image takes as a whole, in bytes.
     top_need: u64,
     /// Which file the top image is, for its row in a flash cache.
-    flash_id: Option<[u8; 16]>,
+    flash_id: Option<Identity>,
     /// Why the disk on top is closed, if it could not be opened again.
     gone: Option<Error>,
     was_left_open: bool,
@@ -330,8 +330,8 @@ impl Chain {
             Some(_) => way.opener().identities(vec![step.canonical.clone()]).await,
             None => None,
         };
-        let flash_id = flash_id.and_then(|found| found.first().map(flash::id_of_file));
-        if let Err(error) = top.put_under_flash(&options, flash_id).await {
+        let flash_id = flash_id.and_then(|found| found.first().copied());
+        if let Err(error) = top.put_under_flash(&options, flash_id.as_ref()).await {
             // It is as it was found, or recovered.
             drop(top.opened.disk.close().await);
             return Err(step.describe(error));
@@ -442,13 +442,13 @@ impl Member {
     }
 
     /// Puts the flash cache over the disk of the top image.
-    async fn put_under_flash(&mut self, options: &ChainOptions, file: Option<[u8; 16]>) -> Result<()> {
+    async fn put_under_flash(&mut self, options: &ChainOptions, place: Option<&Identity>) -> Result<()> {
         let is_written = !options.read_only && options.snapshot.is_none();
         // The proof of the file says nothing of a second one, or of which snapshot is read.
         let is_proven = self.data_file.is_none() && self.parts.is_empty() && !self.is_snapshot;
         self.flash = match options.flash.as_ref().filter(|_| is_written || is_proven) {
             Some(choice) => {
-                flash::over_top(choice, &*self.head, &self.opened, &*self.storage, file, is_written).await?
+                flash::over_top(choice, &*self.head, &self.opened, &*self.storage, place, is_written).await?
             }
             None => None,
         };
@@ -500,6 +500,9 @@ async fn open_disk(
     how: How<'_>,
 ) -> Result<Opened> {
     let How { read_only, snapshot, tally, mapping_share, fills, options } = how;
+    if read_only || snapshot.is_some() {
+        flash::may_only_read(options, head, files.image.name())?;
+    }
     if let Some(file) = files.data_file.as_ref().filter(|_| !read_only && head.was_left_open()) {
         settle(&**file).await?;
     }

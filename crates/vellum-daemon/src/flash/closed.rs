@@ -162,10 +162,11 @@ pub async fn forget(path: &Path, options: &ImageOptions) -> Result<Option<Sessio
     kind.format().forget_session(&storage).await
 }
 
-/// Gives up what a cache has of the disk that it knows by these digits. Returns whether there was anything.
+/// Gives up what a cache has of the disk that it knows by these digits, or whose session has them. Returns whether there
+/// was anything.
 ///
 /// # Errors
-/// `Invalid` for other digits, and those of the cache.
+/// `Invalid` for other digits, and where several disks have them; and those of the cache.
 pub async fn forget_row(cache: &Path, disk: &str) -> Result<bool> {
     let number = u128::from_str_radix(disk, 16).ok().filter(|_| disk.len() == 32);
     let number = number.ok_or_else(|| {

@@ -179,7 +179,7 @@ pub struct CacheFacts {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct DiskFacts {
-    /// What it is known by.
+    /// What it is known by. A file that takes the place of another's may have the same.
     pub disk: String,
     /// The number of the newest session; none for an image that is only read.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -70,14 +70,14 @@ impl Below {
         let mut next = Some(step);
         // Noted before they are opened, of the path that is opened: a file that is replaced in between is then one
         // that nobody shares.
-        let mut identities = options.templates.is_some().then(Vec::new);
+        let asks = options.templates.is_some() || options.is_flashed();
+        let mut places: Vec<Option<Identity>> = Vec::new();
         while let Some(step) = next {
-            if let Some(so_far) = &mut identities {
-                match way.opener().identities(vec![step.canonical.clone()]).await {
-                    Some(identity) => so_far.extend(identity),
-                    None => identities = None,
-                }
-            }
+            let place = match asks {
+                true => way.opener().identities(vec![step.canonical.clone()]).await,
+                false => None,
+            };
+            places.push(place.and_then(|found| found.first().copied()));
             let image;
             (image, next) = find_one(way, &step, options).await?;
             found.push(image);
@@ -134,7 +134,7 @@ impl Below {
             // The file of a snapshot is written meanwhile.
             let flash = match is_snapshot || data_file.is_some() || !parts.is_empty() {
                 true => None,
-                false => over_below(options, &*head, &*storage, &opened.disk)
+                false => over_below(options, &*head, &*storage, places[index].as_ref(), &opened.disk)
                     .await
                     .map_err(|error| describe(error, &path, depth))?,
             };
@@ -165,7 +165,9 @@ impl Below {
             None => members[0].flash.as_ref().map(|flashed| flashed.unadmitting()),
         };
         let is_one_file = |member: &Member| member.data_file.is_none() && member.parts.is_empty();
-        let identities = identities.filter(|_| members.iter().all(is_one_file));
+        let identities: Option<Vec<Identity>> = places.into_iter().collect();
+        let is_shared = options.templates.is_some() && members.iter().all(is_one_file);
+        let identities = identities.filter(|_| is_shared);
         let users = Mutex::new(1);
         Ok(Arc::new(Self {
             members,

@@ -9,8 +9,8 @@
 //! ```
 //!
 //! 1. A written image has a row of its own in the cache by which file it is, and the session in its header decides
-//!    whether what is cached counts. What is only read is known by what proves its content: a file that has changed
-//!    has another row. What proves nothing is not cached.
+//!    whether what is cached counts. What is only read is known by what proves its content, and where it is: a file that
+//!    has changed has another row, and so has a copy. What proves nothing is not cached.
 //! 2. The image is complete whenever it is closed, except at the last closing of all where its dirty blocks are to
 //!    be kept. So all that closes it for a change (`change`) finds it complete.
 //! 3. An image is opened as one that the cache knows only where the cache is told of all changes, which is so in
@@ -22,10 +22,11 @@
 use std::fmt;
 use std::sync::Arc;
 
+use vellum_core::pin::ProofKind;
 use vellum_core::{Context, Error, ErrorKind, Result, SharedDisk, Storage};
 use vellum_flash::{DiskOptions, FlashCache, FlashCounts, FlashDisk, FlashPolicy};
 use vellum_format::image::{Head, Opened};
-use vellum_format::session::CacheId;
+use vellum_format::session::{CacheId, Session};
 
 use super::{Chain, ChainOptions, Identity};
 
@@ -79,6 +80,24 @@ fn is_behind(head: &dyn Head) -> bool {
     head.session().is_some_and(|session| session.holds_writes())
 }
 
+/// Checks that an image that is only read has all of its disk: the cache is not over it as over one that is written.
+///
+/// # Errors
+/// `Refused`, with what can be done, where this very cache holds writes of it.
+pub(super) fn may_only_read(options: &ChainOptions, head: &dyn Head, name: &str) -> Result<()> {
+    let Some(choice) = &options.flash else { return Ok(()) };
+    let own = |session: &Session| session.holds_writes() && session.cache == choice.cache.id();
+    if head.session().filter(own).is_none() {
+        return Ok(());
+    }
+    let why = format!(
+        "{name} is behind its disk: this flash cache holds writes of it, which are not seen where the image is only \
+         read. Serve it so that it can be written, or complete it first with `vellum flash recover --full {} {name}`",
+        choice.cache.name()
+    );
+    Err(Error::new(ErrorKind::Refused, why))
+}
+
 /// A disk with the cache over it.
 pub struct Flashed {
     /// The cache's side.
@@ -113,17 +132,26 @@ fn hashed(kind: &str, parts: &[&[u8]]) -> [u8; 16] {
 }
 
 /// The row of a file that is written: which file it is, whatever it holds.
-pub(super) fn id_of_file(identity: &Identity) -> [u8; 16] {
+fn id_of_file(identity: &Identity) -> [u8; 16] {
     let [device, node, inode, _] = identity.map(u64::to_be_bytes);
     hashed("vellum flash cache: a file that is written", &[&device, &node, &inode])
 }
 
 /// The row of what is only read, in its format; `None` if nothing proves its content, or it is encrypted.
-fn id_of_content(head: &dyn Head, storage: &dyn Storage) -> Option<[u8; 16]> {
+///
+/// A proof tells an image from what its own place held before, not from what is in other places: files of two file
+/// systems may have the same number, times and length, and so may what two servers tell of theirs. So the place is
+/// part of it: of a file its file system, its device and when anything of it was changed last.
+fn id_of_content(head: &dyn Head, storage: &dyn Storage, place: Option<&Identity>) -> Option<[u8; 16]> {
     let proof = storage.proof().filter(|_| !head.is_encrypted())?;
+    let place: Vec<u8> = match place {
+        Some(identity) => identity.iter().flat_map(|part| part.to_be_bytes()).collect(),
+        None if proof.kind() == ProofKind::File => return None,
+        None => storage.name().as_bytes().to_vec(),
+    };
     let (kind, len) = (head.kind().to_string(), storage.len().to_be_bytes());
-    let parts = [kind.as_bytes(), proof.kind().name().as_bytes(), proof.value().as_bytes(), &len];
-    Some(hashed("vellum flash cache: a content", &parts))
+    let parts = [kind.as_bytes(), proof.kind().name().as_bytes(), proof.value().as_bytes(), &len, &place];
+    Some(hashed("vellum flash cache: a content in its place", &parts))
 }
 
 /// Puts the cache over the disk of the top image.
@@ -136,7 +164,7 @@ pub(super) async fn over_top(
     head: &dyn Head,
     opened: &Opened,
     storage: &dyn Storage,
-    file: Option<[u8; 16]>,
+    place: Option<&Identity>,
     is_written: bool,
 ) -> Result<Option<Flashed>> {
     let home = opened.disk.clone();
@@ -144,15 +172,15 @@ pub(super) async fn over_top(
         if choice.policy == Some(FlashPolicy::Off) {
             return Ok(None);
         }
-        let Some(disk) = id_of_content(head, storage) else { return Ok(None) };
+        let Some(disk) = id_of_content(head, storage, place) else { return Ok(None) };
         return over_content(choice, disk, home).await;
     }
     let (policy, is_behind) = (choice.policy_for(head)?, is_behind(head));
     if policy == FlashPolicy::Off && !is_behind {
         return Ok(None);
     }
-    let disk = match file {
-        Some(file) => file,
+    let disk = match place {
+        Some(place) => id_of_file(place),
         None => {
             return Err(Error::unsupported(
                 "nothing shows which file it is, so it has no place in a flash cache",
@@ -180,12 +208,13 @@ pub(super) async fn over_below(
     options: &ChainOptions,
     head: &dyn Head,
     storage: &dyn Storage,
+    place: Option<&Identity>,
     home: &SharedDisk,
 ) -> Result<Option<Flashed>> {
     let Some(choice) = options.flash.as_ref().filter(|choice| choice.policy != Some(FlashPolicy::Off)) else {
         return Ok(None);
     };
-    let Some(disk) = id_of_content(head, storage) else { return Ok(None) };
+    let Some(disk) = id_of_content(head, storage, place) else { return Ok(None) };
     over_content(choice, disk, home.clone()).await
 }
 

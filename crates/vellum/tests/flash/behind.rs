@@ -76,6 +76,70 @@ fn a_cache_forgets_a_disk_whose_image_is_gone() {
 }
 
 #[test]
+fn a_disk_is_forgotten_by_the_session_that_its_image_names() {
+    let dir = Dir::new("flash-session");
+    let cache = made_cache(&dir, "32M");
+    let (image, _) = KINDS[0].make(&dir, SIZE);
+    left_behind(&cache, &image, &noise(64 << 10, 4));
+    let session = info(&cache)["disks"][0]["session"].as_str().expect("a number").to_owned();
+    assert!(vellum(&["flash", "info", &cache]).answer().contains(&session));
+    for text in
+        [vellum(&["info", &image]).answer(), vellum(&["info", "--output", "json", &image]).json().to_string()]
+    {
+        assert!(text.contains(&session), "{text}");
+    }
+    let said = vellum(&["flash", "forget", "--cache", &cache, "--disk", &session]).answer();
+    assert!(said.contains("has forgotten"), "{said}");
+    assert_eq!(info(&cache)["dirty-bytes"], 0);
+    is_not_served(&[&image, "--flash", &cache], &["does not have the writes", "vellum flash forget"]);
+}
+
+#[test]
+fn an_old_copy_of_an_image_is_refused_when_the_image_was_drained() {
+    for kind in [KINDS[0], KINDS[4]] {
+        let dir = Dir::new("flash-put-back");
+        let cache = made_cache(&dir, "32M");
+        let (image, mut model) = kind.make(&dir, SIZE);
+        let bytes = noise(64 << 10, 4);
+        left_behind(&cache, &image, &bytes);
+        model[1 << 20..(1 << 20) + bytes.len()].copy_from_slice(&bytes);
+        let copy = dir.text("old copy");
+        std::fs::copy(&image, &copy).expect("a copy");
+        vellum(&["flash", "drain", &cache, &image]).answer();
+        let words = ["older copy", "vellum flash forget"];
+        is_not_served(&[&copy, "--flash", &cache], &words);
+        same(&alone(&dir, &image), &model, &format!("{kind:?}"));
+        // In its place.
+        until_let_go(&image);
+        let kept = dir.text("kept");
+        std::fs::copy(&image, &kept).expect("a copy");
+        std::fs::copy(&copy, &image).expect("it is put back");
+        is_not_served(&[&image, "--flash", &cache], &words);
+        is_refused(&vellum(&["flash", "drain", &cache, &image]), &words);
+        std::fs::copy(&kept, &image).expect("it is put back");
+        let server = Server::start(&[&image, "--flash", &cache]);
+        let mut client = Client::connect(&server.peer(), "").expect("it is served");
+        same(&client.read_all().expect("it is read"), &model, &format!("{kind:?}"));
+        client.disconnect();
+        server.stop();
+    }
+}
+
+#[test]
+fn an_image_that_is_behind_is_not_only_read_with_its_cache() {
+    for kind in [KINDS[0], KINDS[4]] {
+        let dir = Dir::new("flash-only-read");
+        let cache = made_cache(&dir, "32M");
+        let (image, _) = kind.make(&dir, SIZE);
+        left_behind(&cache, &image, &noise(64 << 10, 4));
+        let remedy = format!("vellum flash recover --full {cache} {image}");
+        is_not_served(&[&image, "--flash", &cache, "--read-only"], &["only read", &remedy]);
+        vellum(&["flash", "recover", "--full", &cache, &image]).answer();
+        Server::start(&[&image, "--flash", &cache, "--read-only"]).stop();
+    }
+}
+
+#[test]
 fn what_another_program_writes_is_not_hidden_by_an_old_cache() {
     requires!("qemu-io");
     let kind = Kind { format: "qcow2", options: "journal=on", has_base: false };

@@ -107,6 +107,33 @@ fn a_template_that_was_replaced_is_read_anew() {
 }
 
 #[test]
+fn a_template_that_was_rewritten_and_has_its_old_times_is_read_anew() {
+    let dir = Dir::new("flash-rewritten");
+    let cache = made_cache(&dir, "64M");
+    let (images, _) = clones(&dir);
+    let template = dir.join("template.raw");
+    let before = std::fs::metadata(&template).and_then(|facts| facts.modified()).expect("its time");
+    for round in 0..2 {
+        let bytes = noise(SIZE, 20 + round);
+        std::fs::write(&template, &bytes).expect("a template");
+        let file = std::fs::File::options().write(true).open(&template).expect("the template");
+        file.set_modified(before).expect("its time");
+        drop(file);
+        let place = Dir::short();
+        let control = place.text("control");
+        let server = Server::start(&[&images[0], "--flash", &cache, "--control", &control]);
+        let mut client = Client::connect(&server.peer(), "").expect("it is served");
+        until("the template is cached", || {
+            same(&client.read_all().expect("it is read"), &bytes, &format!("round {round}"));
+            let stats = vellum(&["stats", "--control", &control, "--output", "json"]).json();
+            stats["disks"][0]["flash"]["below"]["admitted"].as_u64() >= Some(1)
+        });
+        client.disconnect();
+        server.stop();
+    }
+}
+
+#[test]
 fn several_disks_of_a_killed_server_are_recovered_together() {
     let dir = Dir::new("flash-several");
     let cache = made_cache(&dir, "64M");

@@ -14,13 +14,14 @@ use crate::output::{say, say_json};
 /// Give up writes that only a flash cache has
 ///
 /// For an image whose cache is lost: the image is used as it is from now on. It is sound, and behind by everything that
-/// was not home. With --cache and --disk, a cache forgets a disk whose image is lost.
+/// was not home. With --cache and --disk, a cache forgets a disk whose image is lost. Its session tells it from all others:
+/// `vellum info` shows the sessions of the images that are to stay.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The file or block device of a cache that is to forget a disk
     #[arg(long, value_name = "CACHE", requires = "disk", conflicts_with = "image")]
     cache: Option<PathBuf>,
-    /// The disk, by the digits that `vellum flash info` shows
+    /// The disk, by the digits of its session, or else its own, as `vellum flash info` shows them
     #[arg(long, value_name = "DISK", requires = "cache")]
     disk: Option<String>,
     /// Format of the image: qcow2 or vellum. Default: detected

@@ -67,12 +67,12 @@ fn lines(facts: &CacheFacts, strip: Option<&str>) -> Vec<String> {
         let rows = facts.disks.iter().map(|disk| {
             [
                 disk.disk.clone(),
-                if disk.session.is_some() { "written" } else { "read" }.to_owned(),
+                disk.session.clone().unwrap_or_else(|| "none: only read".to_owned()),
                 human_bytes(disk.cached_bytes),
                 human_bytes(disk.dirty_bytes + disk.zero_bytes),
             ]
         });
-        lines.extend(table(["DISK", "USE", "CACHED", "NOT HOME"], 2, rows));
+        lines.extend(table(["DISK", "SESSION", "CACHED", "NOT HOME"], 2, rows));
     }
     lines
 }

@@ -67,7 +67,7 @@ fn lines(facts: &CacheFacts, strip: Option<&str>) -> Vec<String> {
         let rows = facts.disks.iter().map(|disk| {
             [
                 disk.disk.clone(),
-                disk.session.clone().unwrap_or_else(|| "none: only read".to_owned()),
+                disk.session.clone().unwrap_or_else(|| "none".to_owned()),
                 human_bytes(disk.cached_bytes),
                 human_bytes(disk.dirty_bytes + disk.zero_bytes),
             ]

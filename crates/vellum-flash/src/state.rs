@@ -14,6 +14,10 @@
 //! 4. A slot that was released is free when that record is durable and no request is left that may have looked
 //!    it up.
 //! 5. Slots, bytes of the record and runs that are promised are there when they are needed.
+//! 6. What is dirty or promised of all disks, that of each open one counted as no less than its reserve, and one
+//!    reserve more for a disk that is opened next, are no more than all slots. So a disk with less than its reserve
+//!    gets slots without any other disk's blocks going home. The same holds for runs of zeros. Reserves are a half
+//!    of all, in equal parts. A disk that has nothing may have what is free.
 //!
 //! Nothing here reads or writes flash, and nothing waits.
 
@@ -61,6 +65,9 @@ pub(crate) struct Short {
     pub(crate) slots: bool,
     pub(crate) bytes: bool,
     pub(crate) runs: bool,
+    /// The disk has its share of the slots, or of the runs, and more of them than others leave.
+    pub(crate) own_slots: bool,
+    pub(crate) own_runs: bool,
 }
 
 /// What is known of the blocks of a disk.
@@ -118,6 +125,8 @@ pub(crate) struct State {
     /// Slots that durable records have released, and the epoch after which no request uses them.
     leaving: VecDeque<(u64, Vec<Slot>)>,
     promised: Need,
+    /// Slots and runs that the requests of each disk asked for and have been promised, until they end.
+    asked: BTreeMap<u16, Need>,
     policy: Box<dyn Policy>,
     /// The time by which dirty groups are stamped, in seconds.
     pub(crate) now: u32,
@@ -138,6 +147,32 @@ pub(crate) struct Start {
     /// Sequence, start and end of each record from the tail on.
     pub(crate) records: Vec<(u64, u64, u64)>,
     pub(crate) slices: Slices,
+}
+
+/// The reserve of each of so many open disks.
+fn reserve(total: u64, open: usize) -> u64 {
+    total / (2 * (open as u64 + 1))
+}
+
+/// Whether a row that gets so much more leaves others less than their reserves.
+fn exceeds(
+    total: u64,
+    reserve: u64,
+    row: u16,
+    wanted: u64,
+    open: &[u16],
+    rows: impl Iterator<Item = (u16, u64)>,
+) -> bool {
+    let (mut own, mut others) = (0, reserve * open.len() as u64);
+    for (other, used) in rows {
+        if other == row {
+            own = used;
+        } else {
+            others += if open.contains(&other) { used.saturating_sub(reserve) } else { used };
+        }
+    }
+    let is_within = own == 0 || own + wanted <= reserve;
+    !is_within && others + (own + wanted).max(reserve) > total
 }
 
 impl State {
@@ -163,6 +198,7 @@ impl State {
             left: Vec::new(),
             leaving: VecDeque::new(),
             promised: Need::default(),
+            asked: BTreeMap::new(),
             policy: Replacement::default().policy(layout.slots as usize),
             now: 0,
             undecided: BTreeSet::new(),
@@ -281,8 +317,8 @@ impl State {
 
     // Promises.
 
-    /// Whether this can be had at once; if not, what is short.
-    pub(crate) fn short_of(&self, need: Need) -> Option<Short> {
+    /// Whether a disk can have this at once; if not, what is short. `open` are the rows of the open disks.
+    pub(crate) fn short_of(&self, row: u16, need: Need, open: &[u16]) -> Option<Short> {
         let bytes_max = Open::bytes_max(Share::Guest, self.record_bytes_max());
         let runs_max = if need.is_zero { NEW_RUNS_MAX } else { RUNS_MAX };
         let runs = self.ledger.zeros.len() + self.promised.runs + need.runs;
@@ -290,20 +326,74 @@ impl State {
             slots: self.slots.free() < self.promised.slots + need.slots,
             bytes: self.open.bytes(Share::Guest) + self.promised.bytes + need.bytes > bytes_max,
             runs: need.runs > 0 && runs > runs_max,
+            own_slots: self.has_its_slots(row, need, open),
+            own_runs: self.has_its_runs(row, need, open, runs_max),
         };
         (short != Short::default()).then_some(short)
     }
 
-    pub(crate) fn promise(&mut self, need: Need) {
+    /// Whether the disk would leave others less than their reserves of slots (rule 6).
+    fn has_its_slots(&self, row: u16, need: Need, open: &[u16]) -> bool {
+        let total = u64::from(self.slots.total());
+        let reserve = reserve(total, open.len());
+        let wanted = u64::from(need.slots);
+        let asked: u64 = self.asked.values().map(|asked| u64::from(asked.slots)).sum();
+        if wanted == 0 || self.dirty_blocks() + asked + wanted <= total - reserve * (open.len() as u64 + 1) {
+            return false;
+        }
+        let of =
+            |row| self.counts(row).dirty + self.asked.get(&row).map_or(0, |asked| u64::from(asked.slots));
+        let rows = self.counts.keys().chain(self.asked.keys()).copied().collect::<BTreeSet<u16>>();
+        exceeds(total, reserve, row, wanted, open, rows.into_iter().map(|row| (row, of(row))))
+    }
+
+    /// The same for runs of zeros.
+    fn has_its_runs(&self, row: u16, need: Need, open: &[u16], runs_max: usize) -> bool {
+        let (total, wanted) = (runs_max as u64, need.runs as u64);
+        let reserve = reserve(total, open.len());
+        let used = (self.ledger.zeros.len() + self.promised.runs) as u64;
+        if wanted == 0 || used + wanted <= total - reserve * (open.len() as u64 + 1) {
+            return false;
+        }
+        let mut of: BTreeMap<u16, u64> =
+            self.asked.iter().map(|(row, asked)| (*row, asked.runs as u64)).collect();
+        for run in self.ledger.zeros.runs() {
+            *of.entry(run.key.row()).or_default() += 1;
+        }
+        exceeds(total, reserve, row, wanted, open, of.into_iter())
+    }
+
+    /// How many slots each open disk may have dirty, whatever the others do.
+    pub(crate) fn reserve(&self, open: usize) -> u64 {
+        reserve(u64::from(self.slots.total()), open)
+    }
+
+    /// Whether slots are free, or can be without anything being written home.
+    pub(crate) fn has_flash_room(&self) -> bool {
+        let is_spare = u64::from(self.slots.taken()) > self.map.dirty_blocks();
+        is_spare || self.slots.leaving() > 0 || self.has_left()
+    }
+
+    pub(crate) fn promise(&mut self, row: u16, need: Need) {
         self.promised.slots += need.slots;
         self.promised.bytes += need.bytes;
         self.promised.runs += need.runs;
+        let asked = self.asked.entry(row).or_default();
+        asked.slots += need.slots;
+        asked.runs += need.runs;
     }
 
-    pub(crate) fn end_promise(&mut self, need: Need) {
-        self.promised.slots -= need.slots;
-        self.promised.bytes -= need.bytes;
-        self.promised.runs -= need.runs;
+    /// What was asked is no more, of which this was left.
+    pub(crate) fn end_promise(&mut self, row: u16, need: Need, left: Need) {
+        self.promised.slots -= left.slots;
+        self.promised.bytes -= left.bytes;
+        self.promised.runs -= left.runs;
+        let asked = self.asked.get_mut(&row).expect("it was promised");
+        asked.slots -= need.slots;
+        asked.runs -= need.runs;
+        if asked.slots == 0 && asked.runs == 0 {
+            self.asked.remove(&row);
+        }
     }
 
     /// One of the slots that were promised.
@@ -548,9 +638,11 @@ impl State {
         self.set_row(row);
     }
 
-    /// The image names the newest number of the row.
+    /// The image names the newest number of the row. The next commit says so, also when all that was written until then
+    /// lies in place and needs no record: a copy that names the number before must not count after a flush.
     pub(crate) fn row_has_begun(&mut self, row: u16) {
         self.undecided.remove(&row);
+        self.note_record(row, Share::Guest);
     }
 
     /// Whether a block of the disk must not be published now.

@@ -279,6 +279,28 @@ fn of_two_copies_of_an_image_the_cache_has_the_writes_of_one() {
 }
 
 #[test]
+fn a_copy_is_refused_also_when_all_that_was_written_since_lies_in_place() {
+    block_on(async {
+        let (flash, image) = (Flash::new(), Image::new(1));
+        let cache = flash.open().await;
+        let disk = image.open(&cache).await.unwrap();
+        write(&disk, 2).await.unwrap();
+        // A record after that of the first block: from now on this one is written in place.
+        let other = Buffer::copy_of(&[9; 4096]);
+        disk.write(GuestOffset::new(8192), other, WriteFlags::default()).await.unwrap();
+        disk.flush().await.unwrap();
+        let (image, copy, cache) = (image.copied(), image.copied(), flash.open().await);
+        let disk = image.open(&cache).await.unwrap();
+        let before = disk.counts().slot_writes;
+        write(&disk, 3).await.unwrap();
+        assert_eq!(disk.counts().slot_writes - before, 4096);
+        let (image, cache) = (image.copied(), flash.open().await);
+        assert_eq!(kind(copy.open(&cache).await), Some(ErrorKind::Refused));
+        assert_eq!(read(&image.open(&cache).await.unwrap()).await, 3);
+    });
+}
+
+#[test]
 fn a_marked_image_is_refused_by_a_cache_that_does_not_know_it() {
     block_on(async {
         let (flash, image) = (Flash::new(), Image::new(1));

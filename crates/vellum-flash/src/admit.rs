@@ -154,6 +154,7 @@ impl Home {
                 count(if may { &self.tally.admitted } else { &self.tally.refused }, 1);
             }
         });
+        self.cache.freed.notify(usize::MAX);
         written.inspect_err(|_| count(&self.tally.errors, 1))
     }
 }

@@ -2,8 +2,7 @@
 //!
 //! ```text
 //!   flush ─► group commit ─► seal ► record, slices ► flash   ► one flush   (commit point)   ► settle
-//!   need  ─► there is enough: promised ─► claim ─► …
-//!         └► room, one caller for all: slots that are leaving ► a commit ► clean blocks ► write-back
+//!   need  ─► there is enough: promised ─► claim ─► …                                     room.rs
 //! ```
 //!
 //! 1. One commit at a time. What was published before the call is durable when it returns.
@@ -12,9 +11,8 @@
 //!    nothing was written it is nothing.
 //! 4. A failed write of a record or slice, or a failed flush, stops the cache until it is reopened. So does a
 //!    commit, or a write to a slot, that is dropped half way.
-//! 5. A caller that waits for room holds no claim, is in no epoch, and has no promise.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use crate::session::CacheId;
@@ -30,31 +28,11 @@ use crate::layout::Slot;
 use crate::open::Share;
 use crate::options::FlashOptions;
 use crate::shared::{CacheCounts, FlashCache, Home, part_is_full};
-use crate::state::{Need, Sealed, Short, State};
+use crate::state::{Sealed, State};
 use crate::stop::Stop;
 
 /// So many slices are in flight at once.
 const SLICES_AT_ONCE: usize = 16;
-
-/// What was promised to a request, until it is dropped.
-pub(crate) struct Promise<'a> {
-    cache: &'a FlashCache,
-    need: Need,
-}
-
-impl Promise<'_> {
-    /// One of the slots. The caller holds the state.
-    pub(crate) fn take(&mut self, state: &mut State, key: crate::layout::Key) -> Slot {
-        state.take_promised(key, &mut self.need)
-    }
-}
-
-impl Drop for Promise<'_> {
-    fn drop(&mut self) {
-        self.cache.state().end_promise(self.need);
-        self.cache.freed.notify(usize::MAX);
-    }
-}
 
 impl FlashCache {
     pub(crate) fn with(
@@ -76,6 +54,9 @@ impl FlashCache {
             stop: Stop::default(),
             commits: GroupCommit::with_clock(clock),
             room: GroupCommit::default(),
+            rooms: Mutex::default(),
+            tended: Mutex::default(),
+            has_more: AtomicBool::new(false),
             changes: AtomicU64::new(0),
             covered: AtomicU64::new(0),
             freed: Event::new(),
@@ -83,7 +64,7 @@ impl FlashCache {
             opening: Mutex::default(),
             random,
             counts: Mutex::default(),
-            is_closed: std::sync::atomic::AtomicBool::new(false),
+            is_closed: AtomicBool::new(false),
             publishing: async_lock::Mutex::new(()),
             fetched_bytes: AtomicU64::new(0),
             pace: Mutex::default(),
@@ -209,115 +190,6 @@ impl FlashCache {
 
     // Room.
 
-    /// Waits until this is there. The caller holds no claim and is in no epoch (rule 5).
-    pub(crate) async fn promise(&self, need: Need) -> Result<Promise<'_>> {
-        loop {
-            self.stop.check()?;
-            let short = {
-                let mut state = self.state();
-                match state.short_of(need) {
-                    None => {
-                        state.promise(need);
-                        return Ok(Promise { cache: self, need });
-                    }
-                    Some(short) => short,
-                }
-            };
-            self.room.share(async || self.make_room(need, short).await, || None).await?;
-        }
-    }
-
-    /// Gets nearer to what a caller needs. One caller at a time.
-    async fn make_room(&self, need: Need, short: Short) -> Result<()> {
-        let listener = self.freed.listen();
-        let waits_for = {
-            let mut state = self.state();
-            let waits_for = state.reclaim(&self.epochs);
-            if state.short_of(need).is_none() {
-                return Ok(());
-            }
-            waits_for
-        };
-        if short.runs {
-            return self.send_runs_home().await;
-        }
-        if short.bytes && self.state().has_open() {
-            return self.commit_all().await;
-        }
-        if let Some(stamp) = waits_for {
-            self.epochs.until_passed(stamp).await;
-            return Ok(());
-        }
-        if short.slots {
-            let has_left = {
-                let mut state = self.state();
-                if !state.has_left() {
-                    let wanted = (need.slots + state.low_water()) as usize;
-                    state.evict(wanted);
-                }
-                state.has_left()
-            };
-            if has_left {
-                return self.commit_all().await;
-            }
-            if self.write_some_home().await? {
-                return Ok(());
-            }
-        }
-        // Other requests have all of it, and end without waiting for this one.
-        listener.await;
-        Ok(())
-    }
-
-    /// Writes a batch of the disk home that has most to write. False when there is nothing.
-    async fn write_some_home(&self) -> Result<bool> {
-        let homes = self.homes();
-        let (most, undecided) = {
-            let state = self.state();
-            let dirty = |home: &Arc<Home>| state.counts(home.row).dirty;
-            let (undecided, decided): (Vec<_>, Vec<_>) = homes
-                .into_iter()
-                .filter(|home| dirty(home) > 0)
-                .partition(|home| state.is_undecided(home.row));
-            (decided.into_iter().max_by_key(dirty), undecided)
-        };
-        if let Some(home) = most {
-            return home.write_back_some().await.map(|written| written > 0);
-        }
-        // A session that is just beginning ends that soon; it needs no room.
-        for home in undecided {
-            drop(home.beginning.lock().await);
-            if !self.state().is_undecided(home.row) {
-                return Ok(true);
-            }
-        }
-        if self.state().dirty_blocks() == 0 {
-            return Ok(false);
-        }
-        let why = format!(
-            "{}: flash is full of blocks of disks that are not open: open them, or drain them with `vellum flash drain`",
-            self.name()
-        );
-        Err(Error::new(ErrorKind::NoSpace, why))
-    }
-
-    async fn send_runs_home(&self) -> Result<()> {
-        let homes = self.homes();
-        let most = {
-            let state = self.state();
-            homes.into_iter().max_by_key(|home| state.runs_of(home.row).count())
-        };
-        let before = self.state().ledger.zeros.len();
-        if let Some(home) = most {
-            home.send_runs_home().await?;
-        }
-        if self.state().ledger.zeros.len() >= before && before > 0 {
-            let why = format!("{}: flash has no room for more runs of zeros", self.name());
-            return Err(Error::new(ErrorKind::NoSpace, why));
-        }
-        Ok(())
-    }
-
     /// Gets room in the slice of a part: clean blocks leave it, or blocks of it go home.
     pub(crate) async fn make_part_room(&self, part: u32) -> Result<()> {
         self.stop.check()?;
@@ -339,6 +211,7 @@ impl FlashCache {
         let mut disks = lock(&self.disks);
         if disks.get(&home.row).is_some_and(|known| std::ptr::eq(known.as_ptr(), home)) {
             disks.remove(&home.row);
+            lock(&self.rooms).remove(&home.row);
         }
     }
 

@@ -45,6 +45,7 @@ struct Watched {
     number: u64,
     blocks: Range<u64>,
     touched: Touched,
+    claims: u64,
 }
 
 /// Blocks that were claimed while they were watched.
@@ -95,6 +96,7 @@ impl Table {
             let both = blocks.start.max(watch.blocks.start)..blocks.end.min(watch.blocks.end);
             if both.start < both.end {
                 watch.touched.add(both);
+                watch.claims += 1;
             }
         }
         self.held.insert(blocks.start, blocks.end);
@@ -125,16 +127,17 @@ impl Claims {
     /// Watches the blocks from now on.
     pub(crate) fn watch(self: &Arc<Self>, blocks: Range<u64>) -> Watch {
         let mut table = lock(&self.table);
-        let mut touched = Touched::default();
+        let (mut touched, mut claims) = (Touched::default(), 0);
         for (start, end) in table.held.range(..blocks.end) {
             let both = blocks.start.max(*start)..blocks.end.min(*end);
             if both.start < both.end {
                 touched.add(both);
+                claims += 1;
             }
         }
         table.begun += 1;
         let number = table.begun;
-        table.watches.push(Watched { number, blocks, touched });
+        table.watches.push(Watched { number, blocks, touched, claims });
         drop(table);
         Watch { claims: self.clone(), number }
     }
@@ -165,6 +168,12 @@ impl Watch {
     pub(crate) fn is_touched(&self, block: u64) -> bool {
         let table = lock(&self.claims.table);
         table.watches[table.index_of(self.number)].touched.contains(block)
+    }
+
+    /// How many claims of its blocks there were so far.
+    pub(crate) fn claims(&self) -> u64 {
+        let table = lock(&self.claims.table);
+        table.watches[table.index_of(self.number)].claims
     }
 
     /// Ends the watch. What `decide` does happens before any later claim (rule 3).

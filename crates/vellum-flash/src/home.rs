@@ -16,15 +16,13 @@
 //! 6. What cannot go home stays dirty, and the caller is told.
 
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use vellum_core::{
-    Buffer, Context, Error, GuestOffset, GuestSpan, LocalFuture, Result, ZeroFlags, join_all, lock,
-    try_join_all,
+    Buffer, Context, Error, GuestOffset, GuestSpan, LocalFuture, Result, ZeroFlags, join_all, try_join_all,
 };
 
 use crate::disk::count;
-use crate::layout::{BLOCK_BYTES, BLOCK_LEN, BLOCKS_MAX, Key, SECTOR_BYTES, Slot};
+use crate::layout::{BLOCK_BYTES, BLOCK_LEN, Key, SECTOR_BYTES, Slot};
 use crate::open::{Open, PUT_BYTES, ROW_BYTES, RUN_BYTES, Share};
 use crate::record::Checks;
 use crate::shared::{FlashCache, Home};
@@ -39,8 +37,6 @@ const WRITE_BYTES_MAX: u64 = 1 << 20;
 const WRITES_AT_ONCE: usize = 8;
 /// So many sweeps over a disk that is written meanwhile; then the rest is what was written since.
 const SWEEPS_MAX: usize = 4;
-/// The background does so much at a time.
-const STEP_BLOCKS: usize = 256;
 
 /// A block that goes home.
 struct Going {
@@ -87,7 +83,7 @@ impl Home {
     }
 
     /// Writes home at most `most` dirty blocks, the first at `from` or behind, of groups that were dirty at `until`.
-    async fn write_back(&self, from: u64, most: usize, until: u32) -> Result<Batch> {
+    pub(crate) async fn write_back(&self, from: u64, most: usize, until: u32) -> Result<Batch> {
         let _alone = self.writing_back.lock().await;
         let cache = &*self.cache;
         cache.stop.check()?;
@@ -324,91 +320,14 @@ fn clipped(run: Run, within: Run) -> Run {
 
 /// What a batch came to.
 #[derive(Debug, Default)]
-struct Batch {
+pub(crate) struct Batch {
     /// Where the next one begins; none behind the last dirty block.
-    next: Option<u64>,
+    pub(crate) next: Option<u64>,
     /// Blocks that are clean now.
-    clean: u64,
+    pub(crate) clean: u64,
 }
 
 impl FlashCache {
-    /// Does a little in the background, with the time of one clock: gives slots to what was read, and writes home
-    /// what has been dirty for long, or more when much is dirty. True when there is more to do at once.
-    pub async fn tend(&self, now: Duration) -> bool {
-        if self.failure().is_some() || self.check_open().is_err() {
-            return false;
-        }
-        let seconds = u32::try_from(now.as_secs()).unwrap_or(u32::MAX - 1);
-        self.state().now = seconds;
-        let mut has_more = false;
-        if self.fetched_bytes.load(Ordering::Relaxed) > 0 {
-            // An error has stopped the cache, or home has failed: both are met elsewhere.
-            let _made = self.make_spare().await;
-            for home in self.homes() {
-                has_more |= home.admit_some().await;
-            }
-        }
-        let is_much = {
-            let state = self.state();
-            let dirty = state.dirty_blocks() * 100;
-            dirty > u64::from(state.slots.total()) * u64::from(self.options.dirty_percent)
-        };
-        let age = u32::try_from(self.options.age.as_secs()).unwrap_or(u32::MAX);
-        let until = if is_much { Some(u32::MAX) } else { seconds.checked_sub(age) };
-        let Some(until) = until else { return has_more };
-        for home in self.homes() {
-            if !self.may_write(now) {
-                return has_more;
-            }
-            let from = home.hand.load(Ordering::Relaxed);
-            let batch = home.write_back(from, STEP_BLOCKS, until).await;
-            // It is tried again. What asks for room, and a close, get the error themselves.
-            *lock(&home.trouble) = batch.as_ref().err().cloned();
-            let Ok(batch) = batch else { continue };
-            home.hand.store(batch.next.filter(|next| *next < BLOCKS_MAX).unwrap_or(0), Ordering::Relaxed);
-            self.note_written(batch.clean * BLOCK_BYTES);
-            has_more |= batch.clean > 0;
-            let is_idle = batch.next.is_none() && from == 0;
-            if is_idle && !is_much && self.state().runs_of(home.row).next().is_some() {
-                let _sent = home.send_runs_home().await;
-            }
-        }
-        has_more
-    }
-
-    /// For blocks that were read: clean ones give up their slots, and what waits for a record gets one when its share
-    /// of the next is used up.
-    async fn make_spare(&self) -> Result<()> {
-        let is_due = {
-            let mut state = self.state();
-            state.reclaim(&self.epochs);
-            let wanted = 2 * state.low_water() + 16;
-            let short = wanted.saturating_sub(state.free_unpromised() + state.leaving_slots());
-            if short > 0 && state.slots.taken() > 0 {
-                state.evict(short as usize);
-            }
-            let is_short = short > 0 && state.has_left();
-            is_short || state.room_for(Share::Admit) < 16 * PUT_BYTES
-        };
-        if is_due && self.state().has_open() { self.commit_all().await } else { Ok(()) }
-    }
-
-    /// Whether the background may write now: its rate is limited.
-    fn may_write(&self, now: Duration) -> bool {
-        let mut pace = lock(&self.pace);
-        let rate = self.options.bytes_per_second;
-        let passed = pace.last.map_or(Duration::from_secs(1), |last| now.saturating_sub(last));
-        let more = u64::try_from(passed.as_micros()).unwrap_or(u64::MAX).saturating_mul(rate / 1_000_000 + 1);
-        pace.last = Some(now);
-        pace.allowed = pace.allowed.saturating_add(more).min(rate);
-        pace.allowed > 0
-    }
-
-    fn note_written(&self, bytes: u64) {
-        let mut pace = lock(&self.pace);
-        pace.allowed = pace.allowed.saturating_sub(bytes);
-    }
-
     /// Writes home what is dirty of all disks that are open.
     ///
     /// # Errors

@@ -4,7 +4,7 @@
 //!   FlashCache ─ a weak reference for each open disk ─► Home ─ its cache ─► FlashCache
 //! ```
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
@@ -46,7 +46,14 @@ pub struct FlashCache {
     pub(crate) epochs: Epochs,
     pub(crate) stop: Stop,
     pub(crate) commits: GroupCommit,
+    /// Room that flash itself has, for all who wait.
     pub(crate) room: GroupCommit,
+    /// Room that a disk makes by its own write-back, for those who wait for it.
+    pub(crate) rooms: Mutex<BTreeMap<u16, Arc<GroupCommit>>>,
+    /// Rows whose disks are being tended, each by a task of its own.
+    pub(crate) tended: Mutex<BTreeSet<u16>>,
+    /// A disk that was tended has more to do.
+    pub(crate) has_more: AtomicBool,
     /// Changes of slots that have ended, and how many of them a flush covers.
     pub(crate) changes: AtomicU64,
     pub(crate) covered: AtomicU64,

@@ -1,9 +1,12 @@
 //! Reads, and where the bytes are.
 
+use std::rc::Rc;
+
 use smallvec::SmallVec;
 use vellum_core::{
     Buffer, Extent, GuestOffset, GuestSpan, ImageOffset, LocalFuture, Place, Result, try_join_all,
 };
+use vellum_format::commit::Inside;
 
 use super::count;
 use crate::layout::{BLOCK_BYTES, Key, SECTOR_BYTES};
@@ -103,7 +106,7 @@ impl Home {
         if self.policy() == FlashPolicy::Off {
             return self.disk.read(at, buffer).await;
         }
-        let inside = self.cache.epochs.enter();
+        let inside = Rc::new(self.cache.epochs.enter());
         let mut pieces = self.look_up(span);
         let is_home = |piece: &Piece| piece.source == Source::Home;
         let mut watch = None;
@@ -116,9 +119,14 @@ impl Home {
         self.count_reads(&pieces);
         let keeps = watch.is_some();
         let mut copies = Vec::new();
+        // Home is read outside the epoch: slots of other disks wait for its end.
+        let hold = |piece: &Piece| matches!(piece.source, Source::Slot { .. }).then(|| inside.clone());
+        let holds: SmallVec<[Option<Rc<Inside<'_>>>; 4]> = pieces.iter().map(hold).collect();
+        drop(inside);
+        let mut holds = holds.into_iter();
         let buffer = match &pieces[..] {
             [piece] => {
-                let (buffer, copy) = self.read_piece(*piece, buffer, keeps).await?;
+                let (buffer, copy) = self.read_piece(*piece, buffer, keeps, holds.next().flatten()).await?;
                 copies.extend(copy.map(|copy| (piece.span, copy)));
                 buffer
             }
@@ -127,7 +135,7 @@ impl Home {
                 let mut reads: SmallVec<[Reading<'_>; 4]> = SmallVec::new();
                 for piece in &pieces {
                     let part = rest.split_to(usize::try_from(piece.span.len()).expect("within a buffer"));
-                    reads.push(Box::pin(self.read_piece(*piece, part, keeps)));
+                    reads.push(Box::pin(self.read_piece(*piece, part, keeps, holds.next().flatten())));
                 }
                 let mut whole = Buffer::empty();
                 for (piece, (part, copy)) in pieces.iter().zip(try_join_all(reads).await?) {
@@ -137,7 +145,6 @@ impl Home {
                 whole
             }
         };
-        drop(inside);
         if let Some(watch) = watch {
             self.offer(copies, watch);
         }
@@ -158,6 +165,7 @@ impl Home {
         piece: Piece,
         mut buffer: Buffer,
         keeps: bool,
+        inside: Option<Rc<Inside<'_>>>,
     ) -> Result<(Buffer, Option<Buffer>)> {
         match piece.source {
             Source::Home if keeps && buffer.is_lent() => {
@@ -190,6 +198,7 @@ impl Home {
                     }
                     Err(_) => {
                         count(&self.tally.errors, 1);
+                        drop(inside);
                         Ok((self.disk.read(piece.span.start(), buffer).await?, None))
                     }
                 }

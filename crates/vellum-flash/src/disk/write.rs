@@ -9,13 +9,15 @@
 //! 1. In place is written only where a proven entry says that these very sectors are dirty in this slot.
 //! 2. Every other write takes a free slot. What the old entry has of the block, and the write has not, is carried
 //!    over; all of it counts as dirty.
-//! 3. A sector of which only some bytes are written is completed, from the slot or from home, under the claim.
+//! 3. A sector of which only some bytes are written is completed, from the slot under the claim, or from home before
+//!    the promise: what home said holds if nobody else has claimed the block since.
 //! 4. Bytes that are checked do not change: lent memory is copied first.
 
 use vellum_core::{Buffer, GuestOffset, GuestSpan, ImageOffset, Result, WriteFlags, ZeroFlags};
 
 use super::count;
 use super::read::in_blocks;
+use crate::claims::Watch;
 use crate::layout::{BLOCK_BYTES, BLOCK_LEN, Key, SECTOR_BYTES, SECTOR_LEN, SECTORS_ALL, Slot};
 use crate::open::{Open, PUT_BYTES, ROW_BYTES, RUN_BYTES, Share};
 use crate::options::FlashPolicy;
@@ -63,6 +65,20 @@ struct Done {
     checks: Checks,
 }
 
+/// What home has of sectors that a request writes in part, and whether it still holds.
+#[derive(Default)]
+struct Edges {
+    watch: Option<Watch>,
+    sectors: Vec<(GuestOffset, Vec<u8>)>,
+}
+
+impl Edges {
+    /// Whether anybody but the one who holds the claim now has claimed the blocks since they were read.
+    fn have_changed(&self) -> bool {
+        self.watch.as_ref().is_some_and(|watch| watch.claims() > 1)
+    }
+}
+
 /// The sectors that some of these bytes of a block are in.
 fn touched(from: u64, to: u64) -> u8 {
     let (first, end) = (from / SECTOR_BYTES, to.div_ceil(SECTOR_BYTES));
@@ -107,8 +123,10 @@ impl Home {
 
     /// How many blocks a part of a write has.
     fn part_blocks(&self) -> u64 {
+        let open = self.cache.open_rows().len();
         let state = self.cache.state();
-        let of_slots = u64::from(state.slots.total() / 4).max(1);
+        // A request is no more than the reserve of its disk.
+        let of_slots = u64::from(state.slots.total() / 4).min(state.reserve(open)).max(1);
         let bytes = Open::bytes_max(Share::Guest, state.record_bytes_max()) - ROW_BYTES - RUN_BYTES;
         PART_BLOCKS_MAX.min(of_slots).min((bytes / PUT_BYTES) as u64)
     }
@@ -124,10 +142,14 @@ impl Home {
         };
         let cache = &*self.cache;
         loop {
-            let mut promise = cache.promise(need).await?;
+            let edges = self.read_edges(span).await?;
+            let mut promise = cache.promise(self, need).await?;
             let claim = self.claims.claim(blocks.clone()).await;
             let inside = cache.epochs.enter();
             cache.stop.check()?;
+            if edges.have_changed() {
+                continue;
+            }
             let planned = self.plan(span, |state, key| promise.take(state, key));
             let steps = match planned {
                 Ok(steps) => steps,
@@ -138,7 +160,7 @@ impl Home {
                 }
             };
             let under_way = cache.stop.under_way("a write");
-            let written = self.fill_slots(&steps, data).await;
+            let written = self.fill_slots(&steps, data, &edges).await;
             under_way.end();
             let mut state = cache.state();
             match written {
@@ -169,6 +191,33 @@ impl Home {
         }
     }
 
+    /// Reads sectors of which only some bytes are written, and which only home has. It comes before the promise and
+    /// the claim: what waits for home keeps nothing from other disks.
+    async fn read_edges(&self, span: GuestSpan) -> Result<Edges> {
+        let (start, end, size) = (span.start().bytes(), span.end().bytes(), self.size());
+        let first = (!start.is_multiple_of(SECTOR_BYTES)).then_some(start / SECTOR_BYTES);
+        let last = (!end.is_multiple_of(SECTOR_BYTES) && end != size).then_some(end / SECTOR_BYTES);
+        let mut edges = Edges::default();
+        for sector in first.into_iter().chain(last.filter(|last| Some(*last) != first)) {
+            let blocks = start / BLOCK_BYTES..end.div_ceil(BLOCK_BYTES);
+            edges.watch.get_or_insert_with(|| self.claims.watch(blocks));
+            let key = Key::new(self.row, sector / 8);
+            let is_here = match self.cache.state().find(key) {
+                Found::Slot { sectors, .. } => sectors & 1 << (sector % 8) != 0,
+                Found::Zero => true,
+                Found::Home => false,
+            };
+            if is_here {
+                continue;
+            }
+            let at = GuestOffset::new(sector * SECTOR_BYTES);
+            let len = usize::try_from(SECTOR_BYTES.min(size - at.bytes())).expect("a sector");
+            let home = self.disk.read(at, Buffer::for_overwrite(len)).await?;
+            edges.sectors.push((at, home.to_vec()));
+        }
+        Ok(edges)
+    }
+
     /// Decides for each block where its bytes go. Fails with the part whose slice is full.
     fn plan(&self, span: GuestSpan, mut take: impl FnMut(&mut State, Key) -> Slot) -> Result<Vec<Step>, u32> {
         let size = self.size();
@@ -197,7 +246,7 @@ impl Home {
     }
 
     /// Brings the bytes to their slots. Returns what is to be published.
-    async fn fill_slots(&self, steps: &[Step], mut data: Buffer) -> Result<Vec<Done>> {
+    async fn fill_slots(&self, steps: &[Step], mut data: Buffer, edges: &Edges) -> Result<Vec<Done>> {
         let mut parts: Vec<(ImageOffset, Buffer)> = Vec::with_capacity(steps.len());
         let mut done = Vec::with_capacity(steps.len());
         for Step { key, from, to, slot, fresh } in steps {
@@ -207,7 +256,7 @@ impl Home {
                 parts.push((at + *from, bytes));
                 continue;
             };
-            let block = self.whole_block(*key, (*from, *to), bytes, *under).await?;
+            let block = self.whole_block(*key, (*from, *to), bytes, *under, edges).await?;
             let checks = Checks::of(*sectors, block.slice());
             done.push(Done { key: *key, slot: *slot, sectors: *sectors, checks });
             parts.push(only_sectors(at, block, *sectors));
@@ -225,6 +274,7 @@ impl Home {
         (from, to): (u64, u64),
         bytes: Buffer,
         under: Under,
+        edges: &Edges,
     ) -> Result<Buffer> {
         if to - from == BLOCK_BYTES {
             return Ok(bytes.contiguous());
@@ -252,8 +302,12 @@ impl Home {
         for sector in (0..8u64).filter(|sector| partial & 1 << sector != 0) {
             let at = sector * SECTOR_BYTES;
             let len = usize::try_from(SECTOR_BYTES.min(block_bytes - at)).expect("a sector");
-            let home = self.disk.read(start + at, Buffer::for_overwrite(len)).await?;
-            block.copy_from(usize::try_from(at).expect("within a block"), &home.to_vec());
+            let home = match edges.sectors.iter().find(|(edge, _)| *edge == start + at) {
+                Some((_, bytes)) => bytes.clone(),
+                // Its slot was given up since. That is seldom, and a home that answers has it soon.
+                None => self.disk.read(start + at, Buffer::for_overwrite(len)).await?.to_vec(),
+            };
+            block.copy_from(usize::try_from(at).expect("within a block"), &home);
         }
         block.copy_from(usize::try_from(from).expect("within a block"), bytes.contiguous().slice());
         Ok(block)
@@ -315,7 +369,7 @@ impl Home {
         let need = Need { slots: 0, bytes: 2 * RUN_BYTES + ROW_BYTES, runs: 2, is_zero: true };
         while first < end {
             let blocks = (end - first).min(ZERO_BLOCKS_MAX);
-            let promise = self.cache.promise(need).await?;
+            let promise = self.cache.promise(self, need).await?;
             let claim = self.claims.claim(first..first + blocks).await;
             self.cache.stop.check()?;
             self.cache.state().zero(Run { key: Key::new(self.row, first), blocks, may_free });

@@ -1,0 +1,172 @@
+//! What is done in the background, a little at a time: slots for what was read, and write-back.
+//!
+//! ```text
+//!   tend ─► spare slots ─┬─► disk: admit ► write home     each by itself
+//!                        ├─► disk: …                      one that is still under way is left alone
+//!                        └─► disk: …
+//! ```
+//!
+//! 1. What is done for all waits for flash alone.
+//! 2. A disk is tended once at a time, and waits for no other. Whoever tends a server gives each step a task of its own
+//!    ([`FlashCache::tend_with`]), so that a home which does not answer holds up nothing else.
+//! 3. What was read of a disk that does not answer makes way when the memory for it is short.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use vellum_core::{Error, LocalFuture, Result, join_all, lock};
+
+use crate::layout::{BLOCK_BYTES, BLOCKS_MAX};
+use crate::open::{PUT_BYTES, Share};
+use crate::shared::{FlashCache, Home};
+
+/// The background does so much at a time, for each disk.
+const STEP_BLOCKS: usize = 256;
+const STEP_BYTES: u64 = STEP_BLOCKS as u64 * BLOCK_BYTES;
+
+/// What is done now.
+#[derive(Debug, Clone, Copy)]
+struct Round {
+    /// Groups that were dirty then go home; none while there is no need.
+    until: Option<u32>,
+    is_much: bool,
+}
+
+/// A disk that is being tended, and how much of the rate it has.
+struct Tended {
+    home: Arc<Home>,
+    bytes: u64,
+}
+
+impl Drop for Tended {
+    fn drop(&mut self) {
+        lock(&self.home.cache.tended).remove(&self.home.row);
+        let mut pace = lock(&self.home.cache.pace);
+        pace.allowed = pace.allowed.saturating_add(self.bytes).min(self.home.cache.options.bytes_per_second);
+    }
+}
+
+impl Home {
+    /// Keeps why blocks cannot go home, until some can.
+    pub(crate) fn noting<T>(&self, written: Result<T>) -> Result<T> {
+        *lock(&self.trouble) = written.as_ref().err().cloned();
+        written
+    }
+
+    fn drop_fetched(&self) {
+        let mut fetched = lock(&self.fetched);
+        let bytes = fetched.drain(..).map(|fetched| fetched.bytes).sum();
+        self.cache.fetched_bytes.fetch_sub(bytes, Ordering::Relaxed);
+    }
+}
+
+impl Tended {
+    /// True when there is more to do at once.
+    async fn step(mut self, round: Round) -> bool {
+        let home = self.home.clone();
+        let mut has_more = home.admit_some().await;
+        let Some(until) = round.until.filter(|_| self.bytes > 0) else { return has_more };
+        let from = home.hand.load(Ordering::Relaxed);
+        // An error is kept, and it is tried again. What asks for room, and a close, get the error themselves.
+        let Ok(batch) = home.noting(home.write_back(from, STEP_BLOCKS, until).await) else {
+            return has_more;
+        };
+        home.hand.store(batch.next.filter(|next| *next < BLOCKS_MAX).unwrap_or(0), Ordering::Relaxed);
+        self.bytes = self.bytes.saturating_sub(batch.clean * BLOCK_BYTES);
+        has_more |= batch.clean > 0;
+        let is_idle = batch.next.is_none() && from == 0;
+        if is_idle && !round.is_much && home.cache.state().runs_of(home.row).next().is_some() {
+            let _sent = home.noting(home.send_runs_home().await);
+        }
+        has_more
+    }
+}
+
+impl FlashCache {
+    /// Does a little in the background, with the time of one clock: gives slots to what was read, and writes home
+    /// what has been dirty for long, or more when much is dirty. Waits for the homes. True when there is more to do
+    /// at once.
+    pub async fn tend(&self, now: Duration) -> bool {
+        let steps = self.steps(now).await.into_iter().map(|(tended, round)| Box::pin(tended.step(round)));
+        join_all(steps).await.into_iter().fold(false, |more, one| more | one)
+    }
+
+    /// The same, but it waits for no home: each disk's part is given to `spawn`, which runs it to its end. A disk whose
+    /// part has not ended is left alone. True when parts that have ended since the last time have more to do.
+    pub async fn tend_with(&self, now: Duration, spawn: &dyn Fn(LocalFuture<'static, ()>)) -> bool {
+        for (tended, round) in self.steps(now).await {
+            let home = tended.home.clone();
+            spawn(Box::pin(async move {
+                if tended.step(round).await {
+                    home.cache.has_more.store(true, Ordering::Relaxed);
+                }
+            }));
+        }
+        self.has_more.swap(false, Ordering::Relaxed)
+    }
+
+    async fn steps(&self, now: Duration) -> Vec<(Tended, Round)> {
+        if self.failure().is_some() || self.check_open().is_err() {
+            return Vec::new();
+        }
+        let seconds = u32::try_from(now.as_secs()).unwrap_or(u32::MAX - 1);
+        self.state().now = seconds;
+        if self.fetched_bytes.load(Ordering::Relaxed) > 0 {
+            // An error has stopped the cache, which is met elsewhere.
+            let _made = self.make_spare().await;
+        }
+        let is_much = {
+            let state = self.state();
+            let dirty = state.dirty_blocks() * 100;
+            dirty > u64::from(state.slots.total()) * u64::from(self.options.dirty_percent)
+        };
+        let age = u32::try_from(self.options.age.as_secs()).unwrap_or(u32::MAX);
+        let until = if is_much { Some(u32::MAX) } else { seconds.checked_sub(age) };
+        self.earn(now);
+        let round = Round { until, is_much };
+        self.homes().into_iter().filter_map(|home| self.take_up(home)).map(|tended| (tended, round)).collect()
+    }
+
+    /// A disk that is not being tended, with its part of what may be written now.
+    fn take_up(&self, home: Arc<Home>) -> Option<Tended> {
+        if !lock(&self.tended).insert(home.row) {
+            if self.fetched_bytes.load(Ordering::Relaxed) > self.options.fetched_bytes_max as u64 / 2 {
+                home.drop_fetched();
+            }
+            return None;
+        }
+        let mut pace = lock(&self.pace);
+        let bytes = pace.allowed.min(STEP_BYTES);
+        pace.allowed -= bytes;
+        drop(pace);
+        Some(Tended { home, bytes })
+    }
+
+    /// For blocks that were read: clean ones give up their slots, and what waits for a record gets one when its share
+    /// of the next is used up.
+    async fn make_spare(&self) -> Result<()> {
+        let is_due = {
+            let mut state = self.state();
+            state.reclaim(&self.epochs);
+            let wanted = 2 * state.low_water() + 16;
+            let short = wanted.saturating_sub(state.free_unpromised() + state.leaving_slots());
+            if short > 0 && state.slots.taken() > 0 {
+                state.evict(short as usize);
+            }
+            let is_short = short > 0 && state.has_left();
+            is_short || state.room_for(Share::Admit) < 16 * PUT_BYTES
+        };
+        if is_due && self.state().has_open() { self.commit_all().await } else { Ok::<(), Error>(()) }
+    }
+
+    /// What may be written since the last time: the rate of the background is limited.
+    fn earn(&self, now: Duration) {
+        let mut pace = lock(&self.pace);
+        let rate = self.options.bytes_per_second;
+        let passed = pace.last.map_or(Duration::from_secs(1), |last| now.saturating_sub(last));
+        let more = u64::try_from(passed.as_micros()).unwrap_or(u64::MAX).saturating_mul(rate / 1_000_000 + 1);
+        pace.last = Some(now);
+        pace.allowed = pace.allowed.saturating_add(more).min(rate);
+    }
+}

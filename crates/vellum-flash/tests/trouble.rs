@@ -1,0 +1,244 @@
+//! One disk whose home takes nothing, or never answers, beside disks whose homes are well: their requests are answered.
+
+mod common;
+use vellum_flash as flash;
+
+use std::cell::RefCell;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::Duration;
+
+use common::{cache_on, over};
+use futures_lite::future::{block_on, poll_once};
+use vellum_core::{
+    Buffer, Disk, Error, ErrorKind, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, MemoryDisk,
+    MemoryStorage, Result, SharedDisk, SharedStorage, WriteFlags, ZeroFlags,
+};
+use vellum_flash::{FlashCache, FlashDisk};
+
+const BLOCKS: u64 = 400;
+const SLOTS: u64 = 128;
+
+const WELL: u8 = 0;
+const FULL: u8 = 1;
+const HUNG: u8 = 2;
+
+/// A home that stops taking changes, or stops answering.
+struct Troubled {
+    inner: Arc<MemoryDisk>,
+    state: AtomicU8,
+}
+
+impl Troubled {
+    async fn pass(&self, is_change: bool) -> Result<()> {
+        match self.state.load(Ordering::Relaxed) {
+            FULL if is_change => Err(Error::new(ErrorKind::NoSpace, "the host's file system is full")),
+            HUNG => std::future::pending().await,
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Disk for Troubled {
+    fn geometry(&self) -> Geometry {
+        self.inner.geometry()
+    }
+
+    fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+        Box::pin(async move {
+            self.pass(false).await?;
+            self.inner.read(at, buffer).await
+        })
+    }
+
+    fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            self.pass(true).await?;
+            self.inner.write(at, data, flags).await
+        })
+    }
+
+    fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            self.pass(false).await?;
+            self.inner.flush().await
+        })
+    }
+
+    fn write_zeroes(&self, span: GuestSpan, flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            self.pass(true).await?;
+            self.inner.write_zeroes(span, flags).await
+        })
+    }
+
+    fn discard(&self, span: GuestSpan, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            self.pass(true).await?;
+            self.inner.discard(span, flags).await
+        })
+    }
+
+    fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
+        Box::pin(async move {
+            self.pass(false).await?;
+            self.inner.map(span).await
+        })
+    }
+
+    fn close(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async { Ok(()) })
+    }
+}
+
+/// The request ends without waiting for anything outside: every transfer is in memory.
+fn answered<T>(what: &str, request: impl Future<Output = T>) -> T {
+    block_on(async {
+        let mut request = Box::pin(request);
+        for _ in 0..1000 {
+            if let Some(answer) = poll_once(&mut request).await {
+                return answer;
+            }
+        }
+        panic!("{what} hangs")
+    })
+}
+
+fn write_block(disk: &FlashDisk, block: u64, value: u8) -> LocalFuture<'_, Result<()>> {
+    let at = GuestOffset::new(block % BLOCKS * 4096);
+    disk.write(at, Buffer::copy_of(&[value; 4096]), WriteFlags::default())
+}
+
+struct Scene {
+    cache: Arc<FlashCache>,
+    home: Arc<Troubled>,
+    bad: Arc<FlashDisk>,
+    victims: Vec<(Arc<FlashDisk>, Arc<MemoryDisk>)>,
+}
+
+fn scene() -> Scene {
+    let storage: SharedStorage = MemoryStorage::new("flash");
+    let cache = block_on(cache_on(&storage, SLOTS, 1)).unwrap();
+    let home = Arc::new(Troubled { inner: MemoryDisk::new(BLOCKS * 4096), state: AtomicU8::new(WELL) });
+    let bad = block_on(over(&cache, 1, home.clone() as SharedDisk)).unwrap();
+    let victim = |number| {
+        let home = MemoryDisk::new(BLOCKS * 4096);
+        (block_on(over(&cache, number, home.clone() as SharedDisk)).unwrap(), home)
+    };
+    let victims = vec![victim(2), victim(3)];
+    Scene { cache, home, bad, victims }
+}
+
+/// Each victim writes all its blocks twice, flushes, and reads them; then it is closed, and its home has them.
+fn victims_go_on(scene: &Scene, mut between: impl FnMut()) {
+    let mut writes = 0;
+    for (disk, _) in &scene.victims {
+        for number in 0..2 * BLOCKS {
+            let value = u8::try_from(number % 251 + 1).unwrap();
+            answered("a write", write_block(disk, number, value)).unwrap();
+            writes += 1;
+            if number % 7 == 0 {
+                answered("a flush", disk.flush()).unwrap();
+                between();
+            }
+        }
+        let zeros = GuestOffset::new(8192).span(4096);
+        answered("zeros", disk.write_zeroes(zeros, ZeroFlags::default())).unwrap();
+    }
+    assert_eq!(writes, 4 * BLOCKS);
+    for (disk, home) in &scene.victims {
+        answered("a close", disk.close()).unwrap();
+        let home = home.reopened();
+        for block in (0..BLOCKS).filter(|block| *block != 2) {
+            let value = u8::try_from((BLOCKS + block) % 251 + 1).unwrap();
+            let found = block_on(home.read(GuestOffset::new(block * 4096), Buffer::zeroed(4096))).unwrap();
+            assert_eq!(found.to_vec(), [value; 4096], "block {block}");
+        }
+    }
+}
+
+#[test]
+fn a_home_that_is_full_fails_its_own_writes_alone() {
+    let scene = scene();
+    scene.home.state.store(FULL, Ordering::Relaxed);
+    let mut failed = 0;
+    for number in 0..BLOCKS {
+        if let Err(error) = answered("a write", write_block(&scene.bad, number, 9)) {
+            assert_eq!(error.kind(), ErrorKind::NoSpace);
+            failed += 1;
+        }
+    }
+    assert!(failed > BLOCKS / 2, "{failed} of {BLOCKS} writes failed");
+    assert!(scene.bad.dirty_blocks() <= SLOTS - 2 * (SLOTS / 8), "{}", scene.bad.dirty_blocks());
+    let mut now = 0;
+    victims_go_on(&scene, || {
+        now += 1;
+        answered("background work", scene.cache.tend(Duration::from_secs(now)));
+        assert!(answered("a write", write_block(&scene.bad, 399, 9)).is_err());
+    });
+    assert!(scene.bad.trouble().is_some());
+    // All that was acknowledged is there once home takes it.
+    scene.home.state.store(WELL, Ordering::Relaxed);
+    block_on(scene.bad.close()).unwrap();
+    block_on(scene.cache.close()).unwrap();
+}
+
+#[test]
+fn a_home_that_never_answers_holds_up_its_own_requests_alone() {
+    let scene = scene();
+    for number in 0..10 {
+        answered("a write", write_block(&scene.bad, number, 8)).unwrap();
+    }
+    answered("a drain", scene.bad.drain()).unwrap();
+    scene.home.state.store(HUNG, Ordering::Relaxed);
+    let bad = &scene.bad;
+    // Its guest reads what home has, writes until there is no room, and is not answered any more.
+    let mut hanging: Vec<LocalFuture<'_, ()>> = Vec::new();
+    hanging.push(Box::pin(async {
+        let _ = bad.read(GuestOffset::ZERO, Buffer::zeroed(64 * 4096)).await;
+    }));
+    for number in 0..64u64 {
+        hanging.push(Box::pin(async move {
+            let _ = bad
+                .write(GuestOffset::new((300 + number) * 4096 + 3), Buffer::zeroed(7), WriteFlags::default())
+                .await;
+        }));
+    }
+    for lane in 0..4u64 {
+        hanging.push(Box::pin(async move {
+            for number in 0..100 {
+                write_block(bad, lane * 75 + number, 7).await.unwrap();
+            }
+        }));
+    }
+    let steps: RefCell<Vec<LocalFuture<'static, ()>>> = RefCell::default();
+    for _ in 0..20 {
+        let mut left = Vec::new();
+        for mut one in hanging {
+            if block_on(poll_once(&mut one)).is_none() {
+                left.push(one);
+            }
+        }
+        hanging = left;
+    }
+    // What needs home waits for it. Nothing of it has failed.
+    assert_eq!(hanging.len(), 69, "requests that wait");
+    let mut now = 100;
+    victims_go_on(&scene, || {
+        now += 1;
+        let spawn = |step| steps.borrow_mut().push(step);
+        answered("background work", scene.cache.tend_with(Duration::from_secs(now), &spawn));
+        let mut running = steps.borrow_mut();
+        block_on(async {
+            let mut left = Vec::new();
+            for mut step in running.drain(..) {
+                if poll_once(&mut step).await.is_none() {
+                    left.push(step);
+                }
+            }
+            *running = left;
+        });
+        assert!(running.len() <= 1, "only the disk that hangs has work that has not ended");
+    });
+    assert_eq!(steps.borrow().len(), 1, "the write-back of the disk that hangs");
+}

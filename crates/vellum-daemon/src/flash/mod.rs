@@ -24,7 +24,7 @@ use std::time::Duration;
 
 use vellum_core::{Context, Error, ErrorKind, Random, Result, SharedStorage, lock};
 use vellum_flash::{Facts, FlashCache, FlashOptions, FlashPolicy};
-use vellum_io::{File, LockMode, OpenOptions, Spawned, WorkersHandle, clock};
+use vellum_io::{File, LockMode, OpenOptions, Spawned, WorkersHandle, clock, spawn_local};
 use vellum_layer::FlashChoice;
 
 use crate::contained::in_rounds;
@@ -175,7 +175,8 @@ impl HostFlash {
     }
 
     async fn tend_once(&self, pace: &mut Pace) {
-        let has_more = self.cache.tend(clock().now()).await;
+        // Each disk has a task of its own: one whose home does not answer holds up no other.
+        let has_more = self.cache.tend_with(clock().now(), &|step| spawn_local(step).detach()).await;
         self.say_if_stopped();
         let pause = match has_more {
             true => NEXT,

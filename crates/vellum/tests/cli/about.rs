@@ -32,7 +32,7 @@ fn the_version_has_the_commit_the_features_and_the_versions_of_formats() {
         commit.split(' ').next().is_some_and(|hash| hash.bytes().all(|byte| byte.is_ascii_hexdigit()));
     assert!(commit == "not recorded" || is_commit, "{commit}");
     assert!(["none", "ublk"].contains(&value(2, "features: ")), "{long}");
-    assert_eq!(value(3, "formats: "), "raw, qcow2 (versions 2 and 3), vellum (version 1)");
+    assert_eq!(value(3, "formats: "), "raw, qcow2 (versions 2 and 3), vellum (version 1), luks (version 1)");
     assert_eq!(value(4, "read only: "), "vmdk, vdi, vpc, vhdx, qed, parallels, dmg, qcow");
     assert_eq!(lines.len(), 5);
 }

@@ -77,7 +77,7 @@ fn an_image_that_is_behind_is_described_and_checked_and_nothing_else() {
             vec!["check", "-r", "all", &path],
             vec!["recover", &path],
             vec!["create", "-f", "qcow2", "-b", &path, "-F", format, &clone],
-            vec!["clone", &path, &clone],
+            vec!["clone", "-F", format, &path, &clone],
             vec!["serve", "-r", "--nbd", &socket, &path],
             vec!["serve", "--nbd", &socket, &path],
         ];

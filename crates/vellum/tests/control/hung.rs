@@ -9,6 +9,7 @@ use std::time::Instant;
 use rustix::process::{Signal, kill_process};
 use serde_json::{Value, json};
 
+use super::exports::damage;
 use super::guest::{FEATURES, Machine, Memory, Shape};
 use super::support::PATIENCE;
 use super::support::client::{Client, Peer, READ, TRIM};
@@ -267,7 +268,7 @@ fn a_hung_disk_does_not_hide_one_that_was_not_closed_well() {
     let exports = [format!("hung={}", storage.files[0]), format!("bad={image}")];
     let served = Controlled::start(&["-f", "raw", "--export", &exports[0], "--drain-seconds", "5"]);
     vellum(&["export", "add", "-f", "qcow2", "--control", &served.socket, &exports[1]]).answer();
-    std::fs::rename(&image, dir.join("elsewhere")).expect("renamed");
+    damage(&image);
     assert_eq!(vellum(&["export", "reopen", "--control", &served.socket, "bad"]).code, 1);
     let mut hangs = served.client("hung");
     let hung = storage.hang();

@@ -51,7 +51,8 @@ fn rows(report: &Value) -> Vec<(String, String, String)> {
 #[test]
 fn counted_rows_of_fvd_are_exact_and_scaled_ones_are_not_judged() {
     let dir = Directory::new("rows");
-    let report = run(&["fvd"], dir.path());
+    // The rows of today's QEMU want a program that is built first, and are not what this is about.
+    let report = run(&["fvd", "--vellum", "/bin/true", "--dir", "/dev/null/none"], dir.path());
     let rows = rows(&report);
     let of = |id: &str| -> Vec<(&str, &str)> {
         rows.iter()
@@ -74,7 +75,7 @@ fn counted_rows_of_fvd_are_exact_and_scaled_ones_are_not_judged() {
         assert!(of(id).iter().all(|(_, verdict)| *verdict == "not-comparable"), "{id}: {:?}", of(id));
     }
     let page = fs::read_to_string(dir.path().join("index.html")).expect("the page");
-    assert_eq!(page.matches("data-name=\"verdict\"").count(), rows.len());
+    assert_eq!(page.matches("<td data-name=\"verdict\">").count(), rows.len());
     assert!(page.contains("vellum-papers run fvd") && page.contains("<svg"));
     let data: Value =
         serde_json::from_slice(&fs::read(dir.path().join("papers.json")).expect("data")).expect("JSON");

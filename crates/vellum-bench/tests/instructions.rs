@@ -28,9 +28,9 @@ struct Bound {
 const BOUNDS: [Bound; 5] = [
     Bound { what: "read-qcow2", operations: 8192, counted: 3_936 },
     Bound { what: "read-zoned", operations: 8192, counted: 4_130 },
-    Bound { what: "overwrite-qcow2", operations: 8192, counted: 7_169 },
-    Bound { what: "allocate-qcow2", operations: 4096, counted: 53_892 },
-    Bound { what: "allocate-zoned", operations: 4096, counted: 61_505 },
+    Bound { what: "overwrite-qcow2", operations: 8192, counted: 5_903 },
+    Bound { what: "allocate-qcow2", operations: 4096, counted: 44_201 },
+    Bound { what: "allocate-zoned", operations: 4096, counted: 47_762 },
 ];
 
 /// Why nothing can be counted here.

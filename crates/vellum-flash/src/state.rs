@@ -41,7 +41,7 @@ const COPIES_MIN: u64 = 4;
 /// New runs of zeros are promised up to here; the rest of the table is for runs that are split.
 const NEW_RUNS_MAX: usize = RUNS_MAX / 2;
 
-/// Whoever looks for dirty blocks passes at most so many groups at once.
+/// A search for dirty blocks passes at most this many groups at once.
 const DIRTY_GROUPS_AT_ONCE: usize = 4096;
 /// A part whose slice has room for fewer blocks takes no new ones before others have left it: more by what requests
 /// that are under way may bring, and no more than this.
@@ -149,12 +149,12 @@ pub(crate) struct Start {
     pub(crate) slices: Slices,
 }
 
-/// The reserve of each of so many open disks.
+/// The reserve of each open disk, when this many are open.
 fn reserve(total: u64, open: usize) -> u64 {
     total / (2 * (open as u64 + 1))
 }
 
-/// Whether a row that gets so much more leaves others less than their reserves.
+/// Whether a row that gets this much more leaves others less than their reserves.
 fn exceeds(
     total: u64,
     reserve: u64,
@@ -277,7 +277,7 @@ impl State {
         self.ledger.zeros.overlapping(first, last.block() + 1)
     }
 
-    /// Dirty blocks of the disk in the order of their numbers, from this one on, at most so many; only of groups
+    /// Dirty blocks of the disk in the order of their numbers, from this one on, at most `most`; only of groups
     /// that became dirty up to that time. Looks at a bounded number of groups; then also returns where to go on.
     pub(crate) fn dirty_from(
         &mut self,
@@ -591,7 +591,7 @@ impl State {
         self.open.note_ledger(Item::Unzero { key, blocks }, Share::Guest);
     }
 
-    /// Clean blocks give up their slots: up to so many.
+    /// Clean blocks give up their slots: up to this many.
     pub(crate) fn evict(&mut self, most: usize) -> usize {
         let most = most.min(self.room_for(Share::Evict) / 16);
         // A policy looks at a bounded number of blocks. It may have passed only some that were used, which are then
@@ -638,6 +638,14 @@ impl State {
         self.set_row(row);
     }
 
+    /// The image that is opened names the newest number of the row, and that is the only one which counts.
+    pub(crate) fn decide_row(&mut self, row: Row) {
+        self.undecided.remove(&row.number);
+        if self.ledger.rows.get(&row.number) != Some(&row) {
+            self.set_row(row);
+        }
+    }
+
     /// The image names the newest number of the row. The next commit says so, also when all that was written until then
     /// lies in place and needs no record: a copy that names the number before must not count after a flush.
     pub(crate) fn row_has_begun(&mut self, row: u16) {
@@ -679,7 +687,7 @@ impl State {
         self.ring.used()
     }
 
-    /// How many slices this seal copies: none while the ring has plenty of room, then so many that none is behind
+    /// How many slices this seal copies: none while the ring has plenty of room, then as many as leave none behind
     /// at three eighths.
     fn copies(&self) -> usize {
         let (used, quarter, eighth) =

@@ -15,6 +15,7 @@ use vellum_core::{
 };
 use vellum_flash::session::{CacheId, Session, SessionNumber, SessionState, Sessions};
 use vellum_flash::{DiskOptions, FlashCache, FlashDisk, FlashPolicy};
+use vellum_sim::{ForwardDisk, Forwarding};
 
 /// An image: its bytes, and what its header says.
 #[derive(Clone)]
@@ -28,6 +29,11 @@ struct Header {
     session: Mutex<Option<Session>>,
     /// Beginnings are cut off: the image does not get the number.
     is_cut_off: Mutex<bool>,
+    /// Beginnings fail when the file has got the number, and what is open has not. What the file has.
+    fails_late: Mutex<bool>,
+    in_file: Mutex<Option<Session>>,
+    /// Done in the middle of a beginning.
+    meanwhile: Mutex<Option<Box<dyn FnOnce() + Send>>>,
     /// Before and after each change of the header: what it said, and what was on flash.
     moments: Mutex<Vec<(Option<Session>, Flash)>>,
     watched: Mutex<Option<Flash>>,
@@ -36,8 +42,16 @@ struct Header {
 impl Header {
     fn of(session: Option<Session>) -> Arc<Self> {
         let cache = CacheId::new(common::ID).unwrap();
-        let (is_cut_off, moments, watched) = Default::default();
-        Arc::new(Self { cache, session: Mutex::new(session), is_cut_off, moments, watched })
+        Arc::new(Self {
+            cache,
+            session: Mutex::new(session),
+            is_cut_off: Mutex::default(),
+            fails_late: Mutex::default(),
+            in_file: Mutex::default(),
+            meanwhile: Mutex::default(),
+            moments: Mutex::default(),
+            watched: Mutex::default(),
+        })
     }
 
     fn now(&self) -> Option<Session> {
@@ -66,8 +80,17 @@ impl Sessions for Header {
             if *self.is_cut_off.lock().unwrap() {
                 return Err(Error::new(ErrorKind::Io, "cut off"));
             }
+            if let Some(act) = self.meanwhile.lock().unwrap().take() {
+                act();
+            }
             let state = if holds_writes { SessionState::HoldsWrites } else { SessionState::Clean };
-            self.set(Some(Session { cache: self.cache, number, state }));
+            let session = Some(Session { cache: self.cache, number, state });
+            if *self.fails_late.lock().unwrap() {
+                // The image is stopped then: only the first attempt reaches the file.
+                self.in_file.lock().unwrap().get_or_insert(session.unwrap());
+                return Err(Error::new(ErrorKind::Io, "the flush after it"));
+            }
+            self.set(session);
             Ok(())
         })
     }
@@ -301,6 +324,62 @@ fn a_copy_is_refused_also_when_all_that_was_written_since_lies_in_place() {
 }
 
 #[test]
+fn a_copy_that_is_opened_while_the_image_begins_changes_nothing() {
+    block_on(async {
+        let (flash, image) = (Flash::new(), Image::new(1));
+        let cache = flash.open().await;
+        let disk = image.open(&cache).await.unwrap();
+        write(&disk, 2).await.unwrap();
+        closed(&disk, true).await;
+        let (copy, cache) = (image.copied(), flash.open().await);
+        let disk = image.open(&cache).await.unwrap();
+        let opened = Arc::new(Mutex::new(None));
+        let (at, its, there) = (opened.clone(), copy.copied(), cache.clone());
+        *image.header.meanwhile.lock().unwrap() =
+            Some(Box::new(move || *at.lock().unwrap() = Some(kind(block_on(its.open(&there))))));
+        write(&disk, 3).await.unwrap();
+        assert_eq!(*opened.lock().unwrap(), Some(Some(ErrorKind::Locked)));
+        let (image, cache) = (image.copied(), flash.open().await);
+        assert_eq!(kind(copy.open(&cache).await), Some(ErrorKind::Refused));
+        assert_eq!(read(&image.open(&cache).await.unwrap()).await, 3);
+    });
+}
+
+#[test]
+fn a_beginning_that_failed_late_is_tried_again_with_the_same_number() {
+    block_on(async {
+        let (flash, image) = (Flash::new(), Image::new(1));
+        let cache = flash.open().await;
+        let disk = image.open(&cache).await.unwrap();
+        write(&disk, 2).await.unwrap();
+        closed(&disk, true).await;
+        for is_reopened in [false, true] {
+            let flash = flash.copied();
+            let (cache, image) = (flash.open().await, image.copied());
+            let disk = image.open(&cache).await.unwrap();
+            *image.header.fails_late.lock().unwrap() = true;
+            for value in 3..6 {
+                write(&disk, value).await.expect_err("it cannot begin");
+            }
+            disk.drain().await.expect_err("nor go home");
+            let in_file = image.header.in_file.lock().unwrap().expect("it has the first number");
+            let restarted = Image { header: Header::of(Some(in_file)), ..image.copied() };
+            let cache = if is_reopened {
+                disk.close().await.expect_err("it is not complete");
+                cache
+            } else {
+                flash.open().await
+            };
+            let disk = restarted.open(&cache).await.unwrap();
+            assert_eq!(read(&disk).await, 2, "what was flushed before");
+            write(&disk, 7).await.unwrap();
+            assert_ne!(restarted.header.now().unwrap().number, in_file.number, "a number of its own");
+            closed(&disk, false).await;
+        }
+    });
+}
+
+#[test]
 fn a_marked_image_is_refused_by_a_cache_that_does_not_know_it() {
     block_on(async {
         let (flash, image) = (Flash::new(), Image::new(1));
@@ -478,6 +557,49 @@ fn a_copy_from_write_back_is_refused_when_the_image_has_left_it() {
         for flash in [then, flash] {
             assert_eq!(kind(copy.copied().open(&flash.open().await).await), Some(ErrorKind::Refused));
         }
+    });
+}
+
+/// Counts the flushes that reach it.
+struct Flushed {
+    disk: Arc<MemoryDisk>,
+    flushes: AtomicU64,
+}
+
+impl ForwardDisk for Flushed {
+    fn inner(&self) -> &dyn Disk {
+        &*self.disk
+    }
+
+    fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        self.flushes.fetch_add(1, Ordering::Relaxed);
+        self.disk.flush()
+    }
+}
+
+#[test]
+fn what_went_past_the_cache_is_durable_before_a_flush_is_one_of_flash_alone() {
+    block_on(async {
+        let (flash, image) = (Flash::new(), Image::new(1));
+        let cache = flash.open().await;
+        let home = Forwarding::new(Flushed { disk: image.home.reopened(), flushes: AtomicU64::new(0) });
+        let options = DiskOptions {
+            disk: [9; 16],
+            home: home.clone(),
+            sessions: Some(image.header.clone()),
+            policy: FlashPolicy::ReadOnly,
+            trusts_home: false,
+        };
+        let disk = cache.open_disk(options).await.unwrap();
+        disk.write(GuestOffset::ZERO, Buffer::copy_of(&[2; 4096]), WriteFlags::default()).await.unwrap();
+        let flushes = || home.flushes.load(Ordering::Relaxed);
+        let before = flushes();
+        disk.set_policy(FlashPolicy::WriteBack).await.unwrap();
+        assert_eq!(flushes() - before, 1);
+        let before = flushes();
+        write(&disk, 3).await.unwrap();
+        assert_eq!(flushes() - before, 0);
+        disk.close().await.unwrap();
     });
 }
 

@@ -85,6 +85,14 @@ impl FlashCache {
         home.is_some_and(|home| home.is_open())
     }
 
+    fn check_closed(&self, row: u16) -> Result<()> {
+        if self.is_row_open(row) {
+            let why = format!("{}: the disk is open with this flash cache already", self.name());
+            return Err(Error::new(ErrorKind::Locked, why));
+        }
+        Ok(())
+    }
+
     fn choose_row(&self, options: &DiskOptions, named: Option<&Session>, is_read_only: bool) -> Result<Row> {
         let disk = u128::from_be_bytes(options.disk);
         let found = match (named, &options.sessions) {
@@ -97,10 +105,7 @@ impl FlashCache {
             (None, None) => None,
         };
         if let Some(row) = found {
-            if self.is_row_open(row.number) {
-                let why = format!("{}: the disk is open with this flash cache already", self.name());
-                return Err(Error::new(ErrorKind::Locked, why));
-            }
+            self.check_closed(row.number)?;
             return Ok(row);
         }
         let counts_later = is_read_only || options.trusts_home || options.sessions.is_some();
@@ -112,23 +117,21 @@ impl FlashCache {
     /// The row whose blocks count for this session.
     fn row_of_session(&self, session: &Session) -> Result<Option<Row>> {
         let number = number_of(Some(session));
-        let mut state = self.state();
-        let rows = || state.ledger.rows.values().copied();
-        if let Some(mut row) = rows().find(|row| row.newest == number) {
-            if !row.has_record {
-                // The newer number is in the image, so a copy that names the older one is another file.
-                row.has_record = true;
-                state.set_row(row);
-            }
+        let (newest, named) = {
+            let state = self.state();
+            let rows = || state.ledger.rows.values().copied();
+            (rows().find(|row| row.newest == number), rows().find(|row| row.named == number))
+        };
+        if let Some(row) = newest.or(named.filter(|row| !row.has_record)) {
+            // What this file names decides nothing of an open disk, of which it is a copy.
+            self.check_closed(row.number)?;
+            // Either the newer number is in the image, or it never reached the image, and never will. A copy that names the
+            // other one is another file.
+            let row = Row { newest: number, has_record: true, ..row };
+            self.state().decide_row(row);
             return Ok(Some(row));
         }
-        match rows().find(|row| row.named == number) {
-            Some(row) if !row.has_record => {
-                // The newer number never reached the image, and never will.
-                let row = Row { newest: number, has_record: true, ..row };
-                state.set_row(row);
-                Ok(Some(row))
-            }
+        match named {
             Some(_) if session.holds_writes() => {
                 let why = format!(
                     "{0}: this file is an older copy: the image was written or drained with the flash cache since, so \
@@ -238,12 +241,21 @@ impl Home {
     async fn change_number(&self, sessions: &dyn Sessions) -> Result<()> {
         let named = sessions.session().await;
         let named = named.filter(|session| session.counts() && session.cache == self.cache.id);
-        let newest = self.cache.draw_number();
-        {
+        let newest = {
+            let drawn = self.cache.draw_number();
             let mut state = self.cache.state();
             let row = self.row_in(&state);
-            state.begin_row(Row { named: number_of(named.as_ref()), newest, has_record: false, ..row });
-        }
+            match state.is_undecided(self.row) {
+                // This was tried before and failed, perhaps after the image had got the number. Nothing else may be in
+                // the row then.
+                true => row.newest,
+                false => {
+                    let named = number_of(named.as_ref());
+                    state.begin_row(Row { named, newest: drawn, has_record: false, ..row });
+                    drawn
+                }
+            }
+        };
         self.cache.commit().await?; // commit point
         let number = SessionNumber::new(newest.to_be_bytes()).expect("it is not zero");
         sessions.begin(number, true).await?; // commit point
@@ -281,7 +293,7 @@ impl Home {
         Ok(())
     }
 
-    /// Nothing of the disk counts any more, for no copy of the image. The row is told first: it may lack what the image
+    /// Nothing of the disk counts any more, for no copy of the image. The row records that first: it may lack what the image
     /// gets from now on.
     async fn leave(&self) -> Result<()> {
         let Some(sessions) = &self.sessions else { return Ok(()) };
@@ -325,7 +337,7 @@ impl Home {
         Ok(())
     }
 
-    /// The disk is drained, and the image is told so.
+    /// The disk is drained, and the image records that.
     pub(super) async fn end_session(&self) -> Result<()> {
         let Some(sessions) = &self.sessions else { return Ok(()) };
         let _alone = self.beginning.lock().await;
@@ -364,6 +376,10 @@ impl Home {
             // From now on home changes without flash being told durably, so nothing counts after a crash.
             let _alone = self.beginning.lock().await;
             self.leave().await?;
+        }
+        if policy == FlashPolicy::WriteBack && !is_read_only {
+            // What went past the cache: a flush of write-back is one of flash alone.
+            self.disk.flush().await?; // commit point
         }
         self.has_begun.store(false, Ordering::Release);
         *lock(&self.policy) = policy;

@@ -117,7 +117,7 @@ pub struct Completed {
 ///
 /// # Errors
 /// `Locked` while a server has the cache or an image, `Refused` for an image that this cache knows nothing of, and
-/// those of the cache and of the images. Images that come before are complete.
+/// those of the cache and of the images. After the first of an image, the others are completed all the same.
 pub async fn complete(cache: &Path, images: &[PathBuf], options: &ImageOptions) -> Result<Completed> {
     let open = open_cache(cache).await?;
     let mut done = Completed::default();
@@ -128,8 +128,7 @@ pub async fn complete(cache: &Path, images: &[PathBuf], options: &ImageOptions) 
             Err(error) => {
                 let context =
                     format!("can't complete {} from the flash cache {}", image.display(), cache.display());
-                failed = Err(error.context(context));
-                break;
+                failed = failed.and(Err(error.context(context)));
             }
         }
     }

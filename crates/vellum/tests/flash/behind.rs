@@ -60,6 +60,20 @@ fn an_image_without_its_cache_is_refused_until_that_is_forgotten() {
 }
 
 #[test]
+fn an_image_that_cannot_be_completed_keeps_no_other_from_it() {
+    let dir = Dir::new("flash-drain");
+    let cache = made_cache(&dir, "32M");
+    let (image, mut model) = KINDS[0].make(&dir, SIZE);
+    let bytes = noise(64 << 10, 5);
+    left_behind(&cache, &image, &bytes);
+    let missing = dir.text("missing.qcow2");
+    is_refused(&vellum(&["flash", "drain", &cache, &missing, &image]), &[&missing]);
+    model[1 << 20..(1 << 20) + bytes.len()].copy_from_slice(&bytes);
+    is_sound(&image);
+    same(&alone(&dir, &image), &model, "the other image");
+}
+
+#[test]
 fn a_cache_forgets_a_disk_whose_image_is_gone() {
     let dir = Dir::new("flash-gone");
     let cache = made_cache(&dir, "32M");

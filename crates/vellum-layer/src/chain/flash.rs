@@ -190,7 +190,20 @@ pub(super) async fn over_top(
     let first = if is_behind { FlashPolicy::WriteBack } else { policy };
     let options =
         DiskOptions { disk, home, sessions: opened.sessions.clone(), policy: first, trusts_home: false };
-    let flash = choice.cache.open_disk(options).await?;
+    let flash = match choice.cache.open_disk(options).await {
+        Ok(flash) => flash,
+        // No row is left. The cache has nothing of it then, and nobody has asked for it to be cached.
+        Err(error) if error.kind() == ErrorKind::NoSpace && choice.policy.is_none() => {
+            // It will change, and the cache will not hear of it.
+            if let Some(sessions) = &opened.sessions
+                && sessions.session().await.is_some_and(|session| session.counts())
+            {
+                sessions.end().await?; // commit point
+            }
+            return Ok(None);
+        }
+        Err(error) => return Err(error),
+    };
     if first != policy {
         flash
             .set_policy(policy)
@@ -218,13 +231,13 @@ pub(super) async fn over_below(
     over_content(choice, disk, home.clone()).await
 }
 
-/// What is only read. Where another disk of the process has its row, it is read without the cache.
+/// What is only read. Where another disk of the process has its row, or no row is left, it is read without the cache.
 async fn over_content(choice: &FlashChoice, disk: [u8; 16], home: SharedDisk) -> Result<Option<Flashed>> {
     let options =
         DiskOptions { disk, home, sessions: None, policy: FlashPolicy::ReadOnly, trusts_home: false };
     match choice.cache.open_disk(options).await {
         Ok(flash) => Ok(Some(Flashed::over(flash))),
-        Err(error) if error.kind() == ErrorKind::Locked => Ok(None),
+        Err(error) if matches!(error.kind(), ErrorKind::Locked | ErrorKind::NoSpace) => Ok(None),
         Err(error) => Err(error),
     }
 }

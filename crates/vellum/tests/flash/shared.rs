@@ -89,6 +89,40 @@ fn clones_share_the_blocks_of_their_template() {
     }
 }
 
+/// The cache has rows for 1,022 disks.
+#[test]
+fn disks_beyond_the_rows_of_a_cache_are_served_without_it() {
+    let dir = Dir::new("flash-many");
+    let cache = made_cache(&dir, "64M");
+    let template = noise(1 << 20, 12);
+    std::fs::write(dir.join("template.raw"), &template).expect("a template");
+    let images: Vec<String> = (0..1030).map(|number| dir.text(&format!("c{number}.qcow2"))).collect();
+    let names: Vec<&str> = images.iter().map(String::as_str).collect();
+    vellum(&[&["clone", "-q", "-F", "raw", &dir.text("template.raw")], &names[..]].concat()).answer();
+    let exports = exports(&images);
+    let server = Server::start(&arguments(&exports, &cache));
+    let mut models = Vec::new();
+    for number in [0, 1029] {
+        let mut client = Client::connect(&server.peer(), &format!("d{number}")).expect("it is served");
+        let mut model = template.clone();
+        model[5000..9000].copy_from_slice(&noise(4000, number));
+        client.write(5000, &model[5000..9000], 0).expect("it is written");
+        client.flush().expect("a flush");
+        same(&client.read_all().expect("it is read"), &model, &format!("clone {number}"));
+        client.disconnect();
+        models.push((number, model));
+    }
+    let stats = server.stop_and_count();
+    let policy = |number: usize| stats["disks"][number]["flash"]["policy"].clone();
+    assert_eq!(policy(0), "writeback", "{}", stats["disks"][0]);
+    assert_ne!(policy(1029), "writeback", "{}", stats["disks"][1029]);
+    for (number, model) in models {
+        let image = &images[usize::try_from(number).expect("small")];
+        is_sound(image);
+        same(&alone(&dir, image), &model, image);
+    }
+}
+
 #[test]
 fn a_template_that_was_replaced_is_read_anew() {
     let dir = Dir::new("flash-replaced");

@@ -198,6 +198,9 @@ impl Served {
     ) -> Result<Arc<Self>> {
         let export = &group.exports[0];
         let record = Record::new(export.path.display().to_string(), clock(), how.holds_when_full);
+        if let Some(flash) = &how.flash {
+            record.flash.get_or_init(|| flash.clone());
+        }
         let is_barred = !export.image.read_only && hand_over::is_read_only(&chain);
         let remark = hand_over::remark(chain.top().head.handover(), &export.image);
         let (inner, growing) = behind_valve(&chain, &export.path, &how, &record, is_barred).await;

@@ -33,7 +33,8 @@ impl Stop {
 
     /// It stops, for this reason. The first reason stays.
     pub(crate) fn stop(&self, error: Error, what: String) -> Error {
-        let why = error.context(format!("{what}: reopen the flash cache")).with_kind(ErrorKind::Poisoned);
+        let why =
+            error.context(format!("{what}, so it takes no more changes")).with_kind(ErrorKind::Poisoned);
         let mut first = lock(&self.why);
         first.get_or_insert(why.clone());
         self.is_stopped.store(true, Ordering::Release);

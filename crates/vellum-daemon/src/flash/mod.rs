@@ -185,6 +185,18 @@ impl HostFlash {
         clock().sleep(pause).await;
     }
 
+    /// Fails once the cache takes no more changes.
+    ///
+    /// # Errors
+    /// `Poisoned`, with what opens it again.
+    pub(crate) fn works(&self) -> Result<()> {
+        let Some(why) = self.cache.failure() else { return Ok(()) };
+        let path = self.path.display();
+        Err(why.context(format!(
+            "the flash cache {path} has failed, and is opened again only when the server is started again"
+        )))
+    }
+
     /// Warns once when the flash has failed.
     fn say_if_stopped(&self) {
         if let Some(error) = self.cache.failure()

@@ -31,6 +31,8 @@ use vellum_core::{
     LocalFuture, MergedExtent, PlaceKind, Result, Room, SharedDisk, WriteFlags, ZeroFlags, lock,
 };
 
+use crate::flash::HostFlash;
+
 pub(crate) use histogram::Counts;
 use histogram::Histogram;
 pub(crate) use troubles::LastError;
@@ -107,6 +109,8 @@ pub(crate) struct Record {
     said_long: Mutex<Option<Duration>>,
     /// There may be something to do in quiet times.
     pub(crate) work: Work,
+    /// The flash cache of the server, whose failure has another remedy than that of an image.
+    pub(crate) flash: OnceLock<Arc<HostFlash>>,
 }
 
 #[derive(Default)]
@@ -181,6 +185,7 @@ impl Record {
             is_full: AtomicBool::new(false),
             said_long: Mutex::new(None),
             work: Work::default(),
+            flash: OnceLock::new(),
         })
     }
 
@@ -253,6 +258,10 @@ impl Record {
             ErrorKind::NoSpace if self.holds_when_full => tracing::warn!(
                 "{image}: {request} waits for space, and later requests wait as well: {why}{more}; they are retried \
                  automatically, and fail when the server exits"
+            ),
+            _ if self.flash.get().is_some_and(|flash| flash.works().is_err()) => tracing::warn!(
+                "{image}: {request} failed: {why}{more}; the disk refuses writes until the server is started again, which \
+                 recovers its flash cache"
             ),
             _ if self.is_poisoned() => tracing::warn!(
                 "{image}: {request} failed: {why}{more}; the disk refuses writes until `vellum export reopen`, which recovers it"

@@ -9,7 +9,7 @@
 //! All other steps that close the image (resizing, reverting, detaching, migrating, reopening) find it complete: its
 //! close drains it. Only the last closing of all may leave dirty blocks in the cache, with `--flash-keep`.
 
-use vellum_core::{Error, Result, lock};
+use vellum_core::{Context, Error, Result, lock};
 use vellum_flash::FlashPolicy;
 use vellum_layer::Chain;
 
@@ -63,6 +63,24 @@ impl Served {
         let changed = chain.set_flash_policy(policy).await;
         self.follow(held, chain, &before).await;
         changed
+    }
+
+    /// Fails where the cache takes no more changes, and the disk uses it: closed, the disk could not be opened again,
+    /// and what is only in the cache could not be read.
+    ///
+    /// # Errors
+    /// `Poisoned`, with the remedy.
+    pub(super) fn flash_works(&self, open: Option<&Chain>) -> Result<()> {
+        let uses = open.is_some_and(|chain| chain.flash().is_some());
+        match self.how.flash.as_ref().filter(|_| uses) {
+            Some(flash) => flash.works().context(|| {
+                format!(
+                    "{} cannot be opened again, so nothing was changed, and reads go on",
+                    self.path.display()
+                )
+            }),
+            None => Ok(()),
+        }
     }
 
     /// Closes the image for the last time. Where that is wanted, the cache keeps what the image does not have.

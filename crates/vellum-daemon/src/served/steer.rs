@@ -191,6 +191,7 @@ impl Served {
     pub(crate) async fn reopen(self: &Arc<Self>, lose_unflushed: bool, exports: &Exports) -> Result<bool> {
         let _step = self.begin(Step::Reopen)?;
         let mut chain = self.alone_or_closed().await?;
+        self.flash_works(chain.as_ref())?;
         let is_broken = self.disk.is_broken() || self.life().is_cut_off() || self.record.is_poisoned();
         if !lose_unflushed && !is_broken {
             self.is_the_same_file(chain.as_ref()).await?;

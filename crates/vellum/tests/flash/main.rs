@@ -4,6 +4,7 @@
 //!   commands.rs  made, described, checked, refused: what `vellum flash` does with a cache that no server has
 //!   contract.rs  a guest over all kinds of images; what is read, what is kept over a restart, what the image has alone
 //!   killed.rs    the server is killed while it writes: fast and full recovery, and QEMU's opinion of the images
+//!   failing.rs   flash that fails while disks are served
 //!   behind.rs    images that are behind their disk, and programs that do not know the cache
 //!   policies.rs  what disks do with the cache, and changes of that while they are served
 //!   shared.rs    one cache under several disks; clones of one template
@@ -24,6 +25,7 @@ mod support;
 mod behind;
 mod commands;
 mod contract;
+mod failing;
 mod killed;
 mod policies;
 mod shared;

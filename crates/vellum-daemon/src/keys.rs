@@ -43,7 +43,7 @@ impl NewEncryption {
         let key_len = 2 * self.key_bits / 8;
         let iterations = iterations_for(self.hash, key_len, self.time, processor_time);
         let mode = Mode::named("xts-plain64")?;
-        // The digest needs less than a slot: who can try keys has all the work of the slot behind him.
+        // The digest needs less than a slot: a caller that can try keys has done the work of the slot already.
         let new = NewHeader { mode, key_len, hash: self.hash, digest_iterations: iterations / 8 };
         NewKeys::make(&new, secret, iterations, &mut system_chance).map(|(keys, _)| Arc::new(keys))
     }

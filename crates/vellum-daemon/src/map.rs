@@ -87,7 +87,7 @@ fn row(chain: &Chain, extent: MergedExtent) -> MapRow {
         file: None,
     };
     match extent.place {
-        // As in qemu-img: who reads the file there finds other bytes.
+        // As in qemu-img: a program that reads the file there finds other bytes.
         Place::Data { .. } if chain.member(extent.depth).head.is_encrypted() => plain,
         Place::Data { storage, at } => {
             MapRow { offset: Some(at.bytes()), file: Some(name(chain, extent.depth, &storage)), ..plain }

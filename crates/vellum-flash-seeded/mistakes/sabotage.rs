@@ -32,7 +32,7 @@ pub enum Bug {
     RunNotLeft,
     /// A slot is free as soon as it was released.
     ReusedBeforeDurable,
-    /// A slot is free when the record that released it is durable, whoever still reads it.
+    /// A slot is free when the record that released it is durable, though a request still reads it.
     ReusedBesideReaders,
     /// An entry is proven by its own record.
     ProvenWhenDurable,

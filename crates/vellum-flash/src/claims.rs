@@ -22,7 +22,7 @@ use std::sync::{Arc, Mutex};
 use event_listener::Event;
 use vellum_core::lock;
 
-/// A watch lists so many runs, and then only the first and the last block that was touched.
+/// A watch lists at most this many runs; after that, only the first and the last block that was touched.
 const TOUCHED_MAX: usize = 64;
 
 /// All claims and watches of one disk.

@@ -18,7 +18,7 @@ use crate::slice::Slice;
 /// So many writes are in flight at once.
 const WRITES_AT_ONCE: usize = 32;
 
-/// Makes a cache of so many bytes in the storage, which has that length already. `id` and `secret` are random; the id
+/// Makes a cache of this many bytes in the storage, which has that length already. `id` and `secret` are random; the id
 /// is not zero.
 ///
 /// # Errors

@@ -12,7 +12,7 @@ use crate::session::{CacheId, SessionNumber};
 use crate::shared::FlashCache;
 use crate::state::State;
 
-/// A picture of the slots has at most so many pieces.
+/// A picture of the slots has at most this many pieces.
 const STRIP_MAX: u32 = 256;
 
 /// Facts about a cache.

@@ -13,7 +13,7 @@
 //!    durable on flash only with that record's flush.
 //! 4. One write-back of a disk is under way at a time, so what is older never comes home later.
 //! 5. Write-back waits for no slot, and for no claim.
-//! 6. What cannot go home stays dirty, and the caller is told.
+//! 6. What cannot go home stays dirty, and the caller gets the error.
 
 use std::sync::atomic::Ordering;
 
@@ -29,9 +29,9 @@ use crate::shared::{FlashCache, Home};
 use crate::state::{Found, State};
 use crate::zeros::Run;
 
-/// A batch has at most so many blocks.
+/// A batch has at most this many blocks.
 const BATCH_BLOCKS_MAX: usize = 1024;
-/// A write home has at most so many bytes.
+/// A write home has at most this many bytes.
 const WRITE_BYTES_MAX: u64 = 1 << 20;
 /// So many writes home are in flight at once.
 const WRITES_AT_ONCE: usize = 8;

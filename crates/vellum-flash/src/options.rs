@@ -32,11 +32,11 @@ pub struct FlashOptions {
     pub age: Duration,
     /// When more than this many of a hundred slots are dirty, blocks go home in the background whatever their age.
     pub dirty_percent: u32,
-    /// The background writes at most so many bytes home in a second.
+    /// The background writes at most this many bytes home in a second.
     pub bytes_per_second: u64,
     /// Which blocks are given up when slots are short.
     pub replacement: Replacement,
-    /// Copies of what was read wait for their slots in at most so many bytes.
+    /// Copies of what was read wait for their slots in at most this many bytes of memory.
     pub fetched_bytes_max: usize,
 }
 

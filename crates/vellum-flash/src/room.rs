@@ -13,7 +13,7 @@
 //!    as the disk has anything to write home.
 //! 4. Each open disk has a reserve (rule 6 of `state`). Within it a disk needs no other home.
 //! 5. Only what was dirty before a disk was opened can be in the way of its reserve. Then blocks of others go home, of
-//!    disks without trouble alone; without any, the caller is told who has the slots.
+//!    disks without trouble alone; without any, the error says which disks have the slots.
 
 use std::sync::Arc;
 
@@ -139,7 +139,7 @@ impl FlashCache {
                 let why = format!("{}: flash has no room for more runs of zeros", self.name());
                 return Err(Error::new(ErrorKind::NoSpace, why));
             }
-            // Whoever was in the way gets on.
+            // The request that was in the way gets on.
             yield_now().await;
             return Ok(());
         }

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! 1. What is done for all waits for flash alone.
-//! 2. A disk is tended once at a time, and waits for no other. Whoever tends a server gives each step a task of its own
+//! 2. A disk is tended once at a time, and waits for no other. A server gives each step a task of its own
 //!    ([`FlashCache::tend_with`]), so that a home which does not answer holds up nothing else.
 //! 3. What was read of a disk that does not answer makes way when the memory for it is short.
 
@@ -21,7 +21,7 @@ use crate::layout::{BLOCK_BYTES, BLOCKS_MAX};
 use crate::open::{PUT_BYTES, Share};
 use crate::shared::{FlashCache, Home};
 
-/// The background does so much at a time, for each disk.
+/// The background does at most this much at a time, for each disk.
 const STEP_BLOCKS: usize = 256;
 const STEP_BYTES: u64 = STEP_BLOCKS as u64 * BLOCK_BYTES;
 

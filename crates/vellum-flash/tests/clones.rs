@@ -1,4 +1,4 @@
-//! Clones of one template: its blocks are on flash once, whoever reads them, and leave when all clones have their own.
+//! Clones of one template: its blocks are on flash once, whichever clone reads them, and leave when all clones have their own.
 
 mod common;
 

@@ -7,7 +7,7 @@ use std::collections::HashSet;
 
 use common::explorer::{Counts, Setup, explore};
 
-/// How many programs, of so many that are usual.
+/// How many programs are tried, where this many are usual.
 fn scaled(programs: u64) -> u64 {
     let is_soak = std::env::var("VELLUM_EXPLORE").is_ok_and(|what| what == "all");
     programs * if is_soak { 20 } else { 1 }

@@ -265,7 +265,7 @@ impl Disk for View {
     }
 }
 
-/// A view, for reads of which the caches over its images keep nothing. Whoever has the view closes it.
+/// A view, for reads of which the caches over its images keep nothing. The owner of the view closes it.
 pub(crate) struct Unadmitting(pub(crate) Arc<View>);
 
 impl Disk for Unadmitting {

@@ -8,7 +8,7 @@
 //! 1. Sectors are changed in place, and each by itself: one of them depends on no other.
 //! 2. The blocks of an XTS sector go through AES together, so that the processor works on several at once; so do the
 //!    tweaks of neighbouring sectors.
-//! 3. Only XTS is written. CBC is here to read old images: who can change their bytes can flip chosen bits of the
+//! 3. Only XTS is written. CBC is here to read old images: a program that can change their bytes can flip chosen bits of the
 //!    disk.
 
 use aes::cipher::array::Array;

@@ -351,7 +351,7 @@ impl Served {
             _ => false,
         };
         self.valve.bar(waits);
-        // Nobody is told what could not be read.
+        // Clients hear nothing of a header that could not be read.
         *lock(&self.remark) = remark(read.unwrap_or(before), &self.image);
         let told = self.tell(exports);
         // It is open, or closed: nothing is half done.
@@ -438,7 +438,7 @@ impl Served {
         let Some(open) = open else { return Ok(()) };
         // What was read over another content would be wrong.
         let is_pinned = open.top().head.pin().is_some();
-        // Whoever writes the image of a snapshot may have its file.
+        // The image of a snapshot may be open for writing, here or elsewhere.
         for member in open.members().skip(1).filter(|member| !member.is_snapshot) {
             let options =
                 ImageOptions { read_only: true, format: Some(member.head.kind()), ..self.image.clone() };

@@ -26,9 +26,9 @@ use crate::shared::Home;
 use crate::state::{Found, Need, State};
 use crate::zeros::Run;
 
-/// A part of a write has at most so many blocks.
+/// A part of a write has at most this many blocks.
 const PART_BLOCKS_MAX: u64 = 256;
-/// A part of a run of zeros has at most so many.
+/// A part of a run of zeros has at most this many blocks.
 const ZERO_BLOCKS_MAX: u64 = 1 << 18;
 
 /// Where the rest of a block comes from that is put into a new slot.

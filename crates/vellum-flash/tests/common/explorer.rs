@@ -46,11 +46,11 @@ pub struct Setup {
     pub steps: usize,
     /// Flushes and writes fail.
     pub faults: bool,
-    /// At most so many positions of a program.
+    /// At most this many positions of a program.
     pub positions: usize,
-    /// One in so many states is gone on from; none where zero.
+    /// One state in this many is gone on from; none where zero.
     pub nested_one_in: u64,
-    /// One in so many is drained.
+    /// One in this many is drained.
     pub drained_one_in: u64,
 }
 
@@ -441,7 +441,7 @@ fn judge(
     let homes: Vec<Arc<Medium>> = images.homes.iter().map(|home| home.medium(is_stubborn)).collect();
     let chain = |error: vellum_core::Error| error.chain();
     block_on(async {
-        // After a failed flush, whoever opens an image that does not know it sees to what it shows.
+        // After a failed flush, a program that opens the image must see to what it shows.
         for home in &homes {
             vellum_format::settle(&**home).await.map_err(chain)?;
         }

@@ -19,7 +19,7 @@ pub mod readers;
 pub const ID: [u8; 16] = [7; 16];
 pub const SECRET: u64 = 0x5EC2_E700_0000_0001;
 
-/// Bytes of a cache of so many slots, of at most 4096, with the shortest ring.
+/// Bytes of a cache of this many slots, at most 4096, with the shortest ring.
 pub const fn bytes_of(slots: u64) -> u64 {
     8192 + 4 * 90_112 + (128 << 10) + slots * 4096
 }

@@ -1,4 +1,4 @@
-//! What is told of an encrypted image, under the names that QEMU uses.
+//! The facts of an encrypted image, under the names that QEMU uses.
 
 use vellum_luks::{Header, IvRule, Mode, SLOTS};
 

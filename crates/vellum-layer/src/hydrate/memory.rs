@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   all ─┬─ half: a part of the same size for each disk, which no other takes
-//!        └─ half: for whoever comes, up to DISK_BYTES_MAX for one disk
+//!        └─ half: first come, first served, up to DISK_BYTES_MAX for one disk
 //! ```
 //!
 //! 1. A disk whose copies do not end, because what is below it does not answer, never keeps other disks from copying.
@@ -21,7 +21,7 @@ const PIECE_MAX: u64 = 2 << 20;
 /// What copies of all disks may take together.
 #[derive(Debug)]
 pub struct CopyMemory {
-    /// What whoever comes has taken.
+    /// What was taken of the half that is not divided.
     common: AtomicU64,
     used: AtomicU64,
     disks: AtomicU64,

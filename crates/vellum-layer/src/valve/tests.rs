@@ -29,7 +29,7 @@ fn write(valve: &Valve, byte: u8) -> LocalFuture<'_, Result<()>> {
     valve.write(GuestOffset::ZERO, Buffer::copy_of(&[byte; 512]), WriteFlags::default())
 }
 
-/// A disk whose map is waited for until it is told.
+/// A disk whose map does not answer until the test lets it.
 struct Late {
     disk: Arc<MemoryDisk>,
     is_told: AtomicBool,

@@ -11,7 +11,7 @@ use crate::args::OutputFormat;
 use crate::commands::Outcome;
 use crate::output::{human_bytes, say, say_json, table};
 
-/// The widest picture of a cache, in characters, as far as it has so many parts.
+/// The widest picture of a cache, in characters; one with fewer parts is narrower.
 const COLUMNS: usize = 76;
 
 /// Show what a flash cache holds, and for which disks

@@ -26,11 +26,12 @@ fn a_failed_flush_of_flash_ends_changes_and_no_reads() {
         model[..1 << 20].copy_from_slice(&noise(1 << 20, 1));
 
         device.fail();
-        client.write(8 << 20, &noise(1 << 20, 3), 0).expect("into the page cache");
-        client.flush().expect_err("there is no room for it");
+        // Not all of it has room, and what makes room begins with a commit.
+        client.write(8 << 20, &noise(1 << 20, 3), 0).expect_err("it cannot be written");
+        client.flush().expect_err("a flush of flash has failed");
         client.write(0, &[1; 512], 0).expect_err("it refuses writes");
-        let said = served.says("a flush failed");
-        let line = said.lines().find(|line| line.contains("a flush failed")).expect("it is there");
+        let said = served.says("a flush of flash failed");
+        let line = said.lines().find(|line| line.contains("a flush of flash failed")).expect("it is there");
         assert!(line.contains("until the server is started again"), "{said}");
         assert!(!line.contains("export reopen"), "{said}");
         let reopened = vellum(&["export", "reopen", "--control", &control]);

@@ -84,13 +84,13 @@ impl Sessions for Header {
                 act();
             }
             let state = if holds_writes { SessionState::HoldsWrites } else { SessionState::Clean };
-            let session = Some(Session { cache: self.cache, number, state });
+            let session = Session { cache: self.cache, number, state };
             if *self.fails_late.lock().unwrap() {
                 // The image is stopped then: only the first attempt reaches the file.
-                self.in_file.lock().unwrap().get_or_insert(session.unwrap());
+                self.in_file.lock().unwrap().get_or_insert(session);
                 return Err(Error::new(ErrorKind::Io, "the flush after it"));
             }
-            self.set(session);
+            self.set(Some(session));
             Ok(())
         })
     }

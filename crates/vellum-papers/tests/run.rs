@@ -98,3 +98,50 @@ fn a_directory_that_cannot_be_made_is_named_before_the_work() {
     assert!(!output.status.success() && output.stdout.is_empty(), "{said}");
     assert!(said.contains("can't make the directory") && said.contains("file/out"), "{said}");
 }
+
+/// A trace of the MSR form: each cluster is written once in part, and some are read.
+fn msr_trace(requests: u64) -> String {
+    let line = |number: u64| {
+        let kind = if number % 4 == 3 { "Read" } else { "Write" };
+        format!(
+            "{},host,0,{kind},{},4096,1\n",
+            128_166_372_000_000_000 + number * 10_000,
+            number / 2 * 65_536
+        )
+    };
+    (0..requests).map(line).collect()
+}
+
+#[test]
+fn counted_rows_of_cowcache_are_exact_and_a_hostile_trace_is_refused() {
+    let dir = Directory::new("cowcache");
+    let trace = dir.path().join("made_up.csv");
+    fs::write(&trace, msr_trace(4000)).expect("a trace");
+    let report = run(&["cowcache", "--msr", trace.to_str().expect("UTF-8")], dir.path());
+    let random = &report["papers"][0]["runs"]["random"];
+    let of = |index: usize, side: &str, field: &str| random[index][side][field].as_u64().expect("a count");
+    // 64 KiB for each of 4 KiB, and what was read for it; a cluster that is met again costs 4 KiB.
+    let (again, each) = (4096, 131_072 - 4096);
+    let data = of(0, "rival", "flash-data");
+    assert_eq!((10_000 * each - data) % (each - again), 0, "{data}");
+    assert_eq!(of(0, "ours", "flash-data"), 10_000 * 4096);
+    assert_eq!(of(4, "rival", "flash-data"), 10_000 << 16);
+    assert_eq!(of(4, "ours", "flash-data"), 10_000 << 16);
+    for index in 0..6 {
+        assert_eq!(of(index, "ours", "network-requests"), 0, "an allocating write stays here");
+    }
+    let rows = rows(&report);
+    let verdicts: Vec<&str> =
+        rows.iter().filter(|(id, ..)| id == "C13" || id == "C31").map(|(.., verdict)| &**verdict).collect();
+    assert_eq!(verdicts, ["reproduced", "better", "better", "not-comparable", "reproduced", "reproduced"]);
+    assert!(rows.iter().any(|(id, ..)| id == "C27") && dir.path().join("cowcache-15.csv").exists());
+
+    fs::write(&trace, msr_trace(10) + "1,host,0,Write,0,1\n").expect("a trace");
+    let output = Command::new(env!("CARGO_BIN_EXE_vellum-papers"))
+        .args(["run", "cowcache", "--msr"])
+        .arg(&trace)
+        .output()
+        .expect("the program runs");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && said.contains("made_up.csv") && said.contains("line 11"), "{said}");
+}

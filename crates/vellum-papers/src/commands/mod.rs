@@ -22,6 +22,8 @@ pub(crate) struct Options {
     pub(crate) dir: Option<PathBuf>,
     /// A vellum; it is not looked at.
     pub(crate) vellum: Option<Vellum>,
+    /// Recorded guests of others, for COWCache.
+    pub(crate) traces: cowcache::Files,
 }
 
 /// Jobs, each a world of its own, so that processors can share them; the results in the order of the jobs.

@@ -31,6 +31,12 @@ pub(crate) struct Args {
     /// Directory for QEMU's image, whose calls are replayed. Default: this program's
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
+    /// CSV files of the MSR Cambridge traces (SNIA IOTTA, trace set 388, under its terms), for C27 and C28
+    #[arg(long, value_name = "FILE", num_args = 1..)]
+    msr: Vec<PathBuf>,
+    /// The CloudPhysics trace, for C27 and C28: data/cloudPhysicsIO.csv of github.com/1a1a11a/libCacheSim (GPL-3.0)
+    #[arg(long, value_name = "FILE")]
+    cloudphysics: Option<PathBuf>,
     /// A vellum; it is not looked at
     #[arg(long, value_name = "PATH [ARGUMENT ...]", value_parser = Vellum::parse, hide = true)]
     vellum: Option<Vellum>,
@@ -86,7 +92,8 @@ struct Report {
 
 pub(crate) fn run(args: &Args) -> Result<()> {
     let table = Table::to(args.output);
-    let options = Options { is_full: args.full, dir: args.dir.clone(), vellum: args.vellum.clone() };
+    let traces = cowcache::Files { msr: args.msr.clone(), cloudphysics: args.cloudphysics.clone() };
+    let options = Options { is_full: args.full, dir: args.dir.clone(), vellum: args.vellum.clone(), traces };
     let chosen: Vec<Paper> = Paper::ALL
         .into_iter()
         .filter(|paper| args.papers.is_empty() || args.papers.contains(paper))

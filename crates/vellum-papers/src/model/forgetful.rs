@@ -8,39 +8,43 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use vellum_core::memory::SparseBytes;
 use vellum_core::{
-    Buffer, Clock, ImageOffset, ImageSpan, IoCounts, IoTally, Limits, LocalFuture, Result, Storage,
-    StorageRun, Zeroes, lock,
+    Buffer, ImageOffset, ImageSpan, IoCounts, Limits, LocalFuture, Result, Storage, StorageRun, Zeroes, lock,
 };
 use vellum_sim::model::Medium;
-use vellum_sim::{Operation, Request, World};
+use vellum_sim::{Operation, World};
+
+use super::device::Device;
 
 /// A drive that forgets. The module says what it keeps.
 pub(crate) struct ForgetfulDrive {
-    clock: Arc<dyn Clock>,
-    medium: Medium,
+    device: Arc<Device>,
     limits: Limits,
     kept: u64,
-    tally: IoTally,
+    /// What is not kept reads as this.
+    other: u8,
     state: Mutex<State>,
 }
 
 struct State {
     bytes: SparseBytes,
     len: u64,
-    in_flight: usize,
 }
 
 impl ForgetfulDrive {
     /// A drive of `len` zeros that remembers what is written below `kept`.
     pub(crate) fn new(world: &World, medium: Medium, limits: Limits, len: u64, kept: u64) -> Arc<Self> {
-        let state = State { bytes: SparseBytes::default(), len, in_flight: 0 };
-        let (clock, tally) = (world.clock(), IoTally::default());
-        Arc::new(Self { clock, medium, limits, kept, tally, state: Mutex::new(state) })
+        Self::on(Device::with(world, medium), limits, (len, kept), 0)
+    }
+
+    /// The same on a device of any kind; what is not kept reads as `other`.
+    pub(crate) fn on(device: Arc<Device>, limits: Limits, (len, kept): (u64, u64), other: u8) -> Arc<Self> {
+        let state = Mutex::new(State { bytes: SparseBytes::default(), len });
+        Arc::new(Self { device, limits, kept, other, state })
     }
 
     /// The requests so far.
     pub(crate) fn counts(&self) -> IoCounts {
-        self.tally.counts()
+        self.device.counts()
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -48,18 +52,7 @@ impl ForgetfulDrive {
     }
 
     async fn pass(&self, operation: Operation, span: ImageSpan) {
-        let ticket = {
-            let mut state = self.lock();
-            let request = Request { operation, span, now: self.clock.now(), in_flight: state.in_flight };
-            state.in_flight += 1;
-            self.medium.submit(&request)
-        };
-        let mut now = self.clock.now();
-        while let Some(next) = ticket.look(now) {
-            self.clock.sleep(next - now).await;
-            now = self.clock.now();
-        }
-        self.lock().in_flight -= 1;
+        self.device.pass(operation, span).await;
     }
 
     /// The part of a run that is kept.
@@ -82,12 +75,11 @@ impl Storage for ForgetfulDrive {
     }
 
     fn read(&self, at: ImageOffset, mut buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
-        self.tally.count_read(buffer.len() as u64);
         Box::pin(async move {
             let span = at.span(buffer.len() as u64);
             self.pass(Operation::Read, span).await;
             if self.kept(span).is_empty() {
-                buffer.fill(0);
+                buffer.fill(self.other);
                 return Ok(buffer);
             }
             let state = self.lock();
@@ -98,7 +90,6 @@ impl Storage for ForgetfulDrive {
     }
 
     fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
-        self.tally.count_write(data.len() as u64);
         Box::pin(async move {
             let span = at.span(data.len() as u64);
             self.pass(Operation::Write, span).await;
@@ -118,7 +109,6 @@ impl Storage for ForgetfulDrive {
     }
 
     fn flush(&self) -> LocalFuture<'_, Result<()>> {
-        self.tally.count_flush();
         Box::pin(async move {
             self.pass(Operation::Flush, ImageOffset::ZERO.span(0)).await;
             Ok(())
@@ -126,7 +116,6 @@ impl Storage for ForgetfulDrive {
     }
 
     fn write_zeroes(&self, span: ImageSpan, _how: Zeroes) -> LocalFuture<'_, Result<()>> {
-        self.tally.count_zeroes(span.len());
         Box::pin(async move {
             self.pass(Operation::WriteZeroes, span).await;
             let mut state = self.lock();
@@ -138,7 +127,6 @@ impl Storage for ForgetfulDrive {
 
     /// What is kept reads as zero afterwards.
     fn discard(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
-        self.tally.count_discard(span.len());
         Box::pin(async move {
             self.pass(Operation::Discard, span).await;
             self.lock().bytes.zero(self.kept(span));

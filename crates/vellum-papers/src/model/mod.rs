@@ -4,7 +4,8 @@
 //! ```text
 //!   hdd        an arm, a spindle, a queue, a cache        ┐ DriveModel
 //!   ssd        a cache, pages, several ways               ┘
-//!   forgetful  a Storage that takes a model's time and keeps little of what is written
+//!   device     takes requests and a model's time, and no bytes
+//!   forgetful  a Storage on such a device that keeps little of what is written
 //!   host_file  a file of ext4 on such a Storage
 //! ```
 //!
@@ -13,6 +14,7 @@
 //! Parameters are those of no drive that was measured here: each set names its sources, and what is a guess.
 //! A figure of a model is printed with the model's name, and as simulated.
 
+mod device;
 mod flushes;
 mod forgetful;
 mod hdd;
@@ -23,6 +25,7 @@ mod tests;
 
 use std::time::Duration;
 
+pub(crate) use device::Device;
 pub(crate) use forgetful::ForgetfulDrive;
 pub(crate) use hdd::{Hdd, HddParameters};
 pub(crate) use host_file::{HostFile, HostLayout};

@@ -102,7 +102,10 @@ impl Row {
         let note = match good {
             Good::Said(true) => "the paper prints no value; as it says".to_owned(),
             Good::Said(false) => "the paper prints no value; not as it says".to_owned(),
-            Good::Within(least, most) => format!("judged by the range {least} to {most}"),
+            Good::Within(least, most) => {
+                let short = |value: f64| (value * 100.0).round() / 100.0;
+                format!("judged by the range {} to {}", short(least), short(most))
+            }
             Good::High(_) | Good::Low(_) | Good::Near(_) => String::new(),
         };
         let (what, paper, here) = (what.into(), paper.into(), here.into());

@@ -1,0 +1,342 @@
+//! The rows of the paper, from the runs.
+
+use super::judged::{factor, none, scaled};
+use super::{Pair, Replayed, Runs, timed_rows};
+use crate::cowcache::scene::Counted;
+use crate::report::{Good, How, Row};
+
+const TIMED: &str = "not timed here";
+const THROUGH: &str = "metadata by sectors is not there yet";
+const GIB: f64 = (1u64 << 30) as f64;
+
+fn gib(bytes: u64) -> f64 {
+    bytes as f64 / GIB
+}
+
+fn less(pair: &Pair) -> String {
+    let kib = |counted: &Counted| counted.flash() as f64 / 1024.0 / pair.requests as f64;
+    format!(
+        "-{:.1} %, {:.2} KiB each of {:.1}",
+        100.0 * (1.0 - 1.0 / pair.gain()),
+        kib(&pair.ours),
+        kib(&pair.rival)
+    )
+}
+
+pub(super) fn rows(runs: &Runs) -> Vec<Row> {
+    let mut rows = timed_rows::headline(runs);
+    rows.push(none(
+        "C2",
+        "§1",
+        "guest I/O to backing storage, amplified",
+        "2 to 13 times",
+        "the paper does not say of what",
+    ));
+    rows.push(none("C3", "Fig. 4", "64 KiB in scattered clusters, latency", "up to 13.5 times", TIMED));
+    rows.extend(format_rows(runs));
+    rows.extend(timed_rows::figure_9(runs));
+    rows.extend(table_1(runs));
+    rows.extend(timed_rows::figure_10a(runs));
+    rows.extend(figure_10b(runs));
+    rows.extend(timed_rows::figure_11(runs));
+    rows.extend(timed_rows::figure_12(runs));
+    rows.extend(table_2(runs));
+    rows.extend(timed_rows::figure_13(runs));
+    rows.extend(figure_13(runs));
+    rows.push(none("C26", "§5.3.1", "writethrough throughput", "Varmail +13 %", TIMED));
+    rows.extend(traced(&runs.traces));
+    rows.extend(last(runs));
+    rows
+}
+
+/// C4: sizes of the format.
+fn format_rows(runs: &Runs) -> Vec<Row> {
+    let mib = |bytes: u64| bytes as f64 / (1 << 20) as f64;
+    let of = |what: &'static str, paper: &'static str, value: u64, mib_then: f64| {
+        let here = format!("{:.1} MiB", mib(value));
+        Row::judged("C4", ("§2.1.3", what), How::Counted, (paper, here), mib(value), Good::Near(mib_then))
+    };
+    vec![
+        of("QCOW2 metadata of 1 TB, clusters of 64 KiB", "160 MB", runs.metadata_bytes[0], 160.0),
+        of("  of 4 KiB", "2.5 GB", runs.metadata_bytes[1], 2560.0),
+    ]
+}
+
+/// C6 to C11: the memory for tables, and metadata on flash.
+fn table_1(runs: &Runs) -> Vec<Row> {
+    let list = |value: &dyn Fn(&Counted) -> f64, digits: usize| {
+        let texts: Vec<String> =
+            runs.by_memory.iter().map(|(_, counted)| format!("{:.digits$}", value(counted))).collect();
+        texts.join(" / ")
+    };
+    let hits = |counted: &Counted| 100.0 * counted.hit_ratio();
+    let read = |counted: &Counted| gib(counted.flash_metadata_read);
+    let written = |counted: &Counted| gib(counted.flash_metadata);
+    let smallest = &runs.by_memory[0].1;
+    let rival = |id, what: &'static str, paper: &'static str, here: String, value, good| {
+        scaled(runs.is_full, Row::judged(id, ("Table 1", what), How::Counted, (paper, here), value, good))
+    };
+    let million = 1e6 / runs.random[4].requests as f64;
+    let ours = gib(runs.random[4].ours.flash_metadata) * million;
+    let flushed = gib(runs.flushed[1].ours.flash_metadata) * million;
+    let share = runs.random[4].ours.flash_metadata as f64 / smallest.flash_metadata.max(1) as f64;
+    vec![
+        rival(
+            "C6",
+            "TRDC: L2 hits, %, 1/32/64/96/128 MB; judged at 1",
+            "33.6 / 74.7 / 83.1 / 91.6 / ~100",
+            list(&hits, 1),
+            hits(smallest),
+            Good::Near(33.6),
+        ),
+        none("C7", "Table 1", "COWCache: L2 hits by memory", "75.1 to 100 %", THROUGH),
+        rival(
+            "C8",
+            "TRDC: metadata read from flash, GB",
+            "119.64 / 45.66 / 30.39 / 15.13 / 0",
+            list(&read, 2),
+            read(smallest),
+            Good::Near(119.64),
+        ),
+        none("C9", "Table 1", "COWCache: metadata read from flash", "0.35 GB to 0", THROUGH),
+        rival(
+            "C10",
+            "TRDC: metadata written to flash, GB",
+            "61.15 / 46.61 / 31.95 / 18.08 / 4.95",
+            list(&written, 2),
+            written(smallest),
+            Good::Near(61.15),
+        ),
+        Row::judged(
+            "C11",
+            ("Table 1", "metadata written to flash, 1 M random 64 KiB writes, write-back"),
+            How::Counted,
+            ("0.47 GB", format!("{ours:.2} GB; {flushed:.2} with a flush after 32")),
+            ours,
+            Good::Low(0.47),
+        )
+        .because("a record has the CRC of each sector, by which a recovery knows what arrived"),
+        scaled(
+            runs.is_full,
+            Row::judged(
+                "C11",
+                ("Table 1", "  as a share of TRDC's, 1 MB of memory"),
+                How::Counted,
+                ("0.77 %", format!("{:.2} %", 100.0 * share)),
+                100.0 * share,
+                Good::Low(0.77),
+            )
+            .because("as above"),
+        ),
+    ]
+}
+
+/// C13 and C14: flash writes of random writes.
+fn figure_10b(runs: &Runs) -> Vec<Row> {
+    let [small, .., aligned, across] = &runs.random[..] else { unreachable!("six of them") };
+    let gain = runs.small_memory.flash() as f64 / small.ours.flash() as f64;
+    vec![
+        Row::judged(
+            "C13",
+            ("Fig. 10b", "flash writes, random 4 KiB"),
+            How::Counted,
+            ("-96.7 %", less(small)),
+            small.gain(),
+            Good::High(factor(96.7)),
+        ),
+        Row::judged(
+            "C13",
+            ("Fig. 10b", "  with a flush after 32"),
+            How::Counted,
+            ("-96.7 %", less(&runs.flushed[0])),
+            runs.flushed[0].gain(),
+            Good::High(factor(96.7)),
+        ),
+        Row::judged(
+            "C13",
+            ("Fig. 10b", "  64 KiB across two clusters, the least of the range"),
+            How::Counted,
+            ("-31.6 %", less(across)),
+            across.gain(),
+            Good::High(factor(31.6)),
+        )
+        .because("see above"),
+        Row::judged(
+            "C13",
+            ("Fig. 10b", "  network, writethrough, TRDC's KiB for each"),
+            How::Counted,
+            (
+                "equal",
+                format!("{:.1}", runs.through.network() as f64 / 1024.0 / runs.through.requests as f64),
+            ),
+            1.0,
+            Good::Said(true),
+        )
+        .not_judged("the flash cache is not run with writethrough"),
+        Row::judged(
+            "C13",
+            ("Fig. 10b", "  64 KiB aligned: as much as TRDC's, times"),
+            How::Counted,
+            ("1", format!("{:.3}", aligned.gain())),
+            aligned.gain(),
+            Good::Near(1.0),
+        ),
+        scaled(
+            runs.is_full,
+            Row::judged(
+                "C14",
+                ("§5.2.2", "flash writes, 4 KiB, 1 MB for tables: TRDC has more"),
+                How::Counted,
+                ("40 times", format!("{gain:.1} times")),
+                gain,
+                Good::High(40.0),
+            ),
+        ),
+    ]
+}
+
+/// C20 to C23: OLTP.
+fn table_2(runs: &Runs) -> Vec<Row> {
+    /// Name, then of TRDC: hits, metadata read and written, data written; and of the whole, what is saved.
+    type Printed = (&'static str, &'static str, [f64; 4], f64);
+    const PRINTED: [Printed; 4] = [
+        ("C20", "OLTP2-1", [39.8, 87.46, 21.9, 38.75], 77.2),
+        ("C21", "OLTP2-8", [100.0, 0.0, 23.84, 46.48], 75.4),
+        ("C22", "OLTP8-1", [31.4, 90.05, 20.97, 41.31], 78.5),
+        ("C23", "OLTP8-8", [100.0, 0.0, 21.5, 48.13], 70.0),
+    ];
+    let mut rows = Vec::new();
+    for ((id, name, [hits, read, written, data], saved), pair) in PRINTED.into_iter().zip(&runs.oltp) {
+        let rival = &pair.rival;
+        let mut push = |what: String, paper: String, here: String, value, good| {
+            let row = Row::judged(id, ("Table 2", what), How::Counted, (paper, here), value, good);
+            rows.push(scaled(runs.is_full, row));
+        };
+        let ours = format!(
+            "-{:.1} %; metadata {:.2} GB, data {:.2} GB",
+            100.0 * (1.0 - 1.0 / pair.gain()),
+            gib(pair.ours.flash_metadata),
+            gib(pair.ours.flash_data)
+        );
+        push(
+            format!("{name}: flash writes"),
+            format!("-{saved} %"),
+            ours,
+            pair.gain(),
+            Good::High(factor(saved)),
+        );
+        push(
+            "  TRDC: L2 hits".into(),
+            format!("{hits} %"),
+            format!("{:.1} %", 100.0 * rival.hit_ratio()),
+            100.0 * rival.hit_ratio(),
+            Good::Near(hits),
+        );
+        if read > 0.0 {
+            push(
+                "  TRDC: metadata read".into(),
+                format!("{read} GB"),
+                format!("{:.2} GB", gib(rival.flash_metadata_read)),
+                gib(rival.flash_metadata_read),
+                Good::Near(read),
+            );
+        }
+        push(
+            "  TRDC: metadata written".into(),
+            format!("{written} GB"),
+            format!("{:.2} GB", gib(rival.flash_metadata)),
+            gib(rival.flash_metadata),
+            Good::Near(written),
+        );
+        push(
+            "  TRDC: data written".into(),
+            format!("{data} GB"),
+            format!("{:.2} GB", gib(rival.flash_data)),
+            gib(rival.flash_data),
+            Good::Near(data),
+        );
+    }
+    rows
+}
+
+/// C25: applications.
+fn figure_13(runs: &Runs) -> Vec<Row> {
+    let one = &runs.varmail;
+    let here = format!("{:+.1} %", -one.flash_less());
+    vec![
+        Row::judged(
+            "C25",
+            ("Fig. 13", "flash writes, Varmail"),
+            How::Counted,
+            ("-22.5 %", here),
+            factor(one.flash_less()),
+            Good::High(factor(22.5)),
+        )
+        .not_judged("another size: varmail's parameters, recorded, 54 MiB written on ext4"),
+        none("C25", "Fig. 13", "  Fileserver, YCSB-A", "-27.1, -35.2 %", "not recorded"),
+    ]
+}
+
+/// C27 and C28: traces.
+fn traced(traces: &[Replayed]) -> Vec<Row> {
+    const WHY: &str = "the paper's ten traces of MSR are the user's: --msr FILE";
+    let mut rows = vec![
+        none("C27", "Fig. 14", "MSR traces, flash writes, one delta", "-1.4 to -32.8 %", WHY),
+        none(
+            "C28",
+            "Fig. 15",
+            "MSR traces, flash a share of what is used: flash, network",
+            "-2.8 to -25.5, -18 to -76.2 %",
+            WHY,
+        ),
+    ];
+    if !traces.is_empty() {
+        rows.clear();
+    }
+    for one in traces {
+        let name = &one.trace;
+        let mut push = |id, place, what: String, paper: &str, less: f64, (least, most)| {
+            let here = format!("{:+.1} %", -less);
+            let good = Good::Within(factor(least), factor(most));
+            rows.push(Row::judged(id, (place, what), How::Counted, (paper, here), factor(less), good));
+        };
+        match one.percent {
+            None => {
+                let what = format!("{name}, one delta: flash writes");
+                push("C27", "Fig. 14", what, "-1.4 to -32.8 %", one.flash_less(), (1.4, 32.8));
+            }
+            Some(percent) => {
+                let what = format!("{name}, flash has {percent} % of what is used: flash writes");
+                push("C28", "Fig. 15", what, "-2.8 to -25.5 %", one.flash_less(), (2.8, 25.5));
+                let what = "  network traffic".to_owned();
+                push("C28", "Fig. 15", what, "-18 to -76.2 %", one.network_less(), (18.0, 76.2));
+            }
+        }
+    }
+    rows
+}
+
+fn last(runs: &Runs) -> Vec<Row> {
+    let percent = |share: f64| format!("{:.3} %", share * 100.0);
+    let network: u64 = runs.random.iter().map(|pair| pair.ours.network_requests).sum();
+    vec![
+        Row::judged(
+            "C29",
+            ("§5.3.4", "memory of the index, full clusters"),
+            How::Counted,
+            (
+                "0.23 to 0.26 %",
+                format!("{}; lone blocks {}", percent(runs.index_full), percent(runs.index_lone)),
+            ),
+            runs.index_full * 100.0,
+            Good::Low(0.23),
+        ),
+        none("C30", "§5.3.4", "recovery: fast, full", "< 1 s; 2.3 to 30.3 s", TIMED),
+        Row::exact(
+            "C31",
+            ("§3.3", "requests over the network of allocating writes, write-back"),
+            ("0", format!("{network}")),
+            (0, network),
+        ),
+    ]
+}

@@ -47,8 +47,8 @@ impl Total {
 
 pub(crate) fn run(words: &[String]) -> Outcome {
     let mut total = Total::default();
-    let mut command =
-        cargo(&["test", "--profile", "ci", "--locked", "-p", "vellum-format", "--test", "explore"]);
+    let mut command = cargo(&["test", "--profile", "ci", "--locked", "--test", "explore"]);
+    command.args(["-p", "vellum-format", "-p", "vellum-flash"]);
     // One subject after the other: each takes all cores.
     command.args(["--", "--nocapture", "--test-threads=1"]).args(words);
     command.envs(soak_variables());

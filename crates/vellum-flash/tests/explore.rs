@@ -1,9 +1,11 @@
-//! Every crash of flash and of the homes, recovered and judged. `VELLUM_EXPLORE=all` explores for longer.
+//! Every crash of flash and of the homes, recovered and judged. `VELLUM_EXPLORE=all` explores for longer:
+//! more than three million states.
 
 mod common;
 use vellum_flash as flash;
 
 use std::collections::HashSet;
+use std::time::Instant;
 
 use common::explorer::{Counts, Setup, explore};
 
@@ -13,17 +15,33 @@ fn scaled(programs: u64) -> u64 {
     programs * if is_soak { 20 } else { 1 }
 }
 
-#[allow(clippy::print_stderr, reason = "how much was looked at is worth knowing")]
+#[allow(clippy::disallowed_methods, reason = "how long it took is only told")]
 fn all(name: &str, setup: &Setup, programs: u64) {
     let (mut counts, mut seen) = (Counts::default(), HashSet::new());
+    let begun = Instant::now();
     let one = std::env::var("VELLUM_EXPLORE_SEED").ok().and_then(|seed| seed.parse().ok());
     for seed in one.map_or(0..scaled(programs), |seed: u64| seed..seed + 1) {
         match explore(setup, seed, &mut seen) {
             Ok(more) => counts += more,
-            Err(what) => panic!("{name}: {what}"),
+            Err(what) => {
+                tell(name, &counts, 1, begun);
+                panic!("{name}: {what}");
+            }
         }
     }
-    eprintln!("{name}: {counts:?}");
+    tell(name, &counts, 0, begun);
+}
+
+/// In the words that a soak adds up. Each explorer has one thread.
+#[allow(clippy::print_stderr, reason = "how much was looked at is worth knowing")]
+fn tell(name: &str, counts: &Counts, violations: u64, begun: Instant) {
+    let Counts { programs, crashes, states, judged, drained, nested } = *counts;
+    let seconds = begun.elapsed().as_secs_f64();
+    let rate = states as f64 / seconds.max(0.1);
+    eprintln!(
+        "explored flash, {name}: {programs} programs, {crashes} crashes, {states} states, {judged} judged, {drained} drained, \
+         {nested} nested, {violations} violations; {seconds:.1} s of a core, {rate:.0} states per second"
+    );
 }
 
 #[test]

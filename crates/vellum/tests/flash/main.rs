@@ -13,6 +13,8 @@
 
 #![allow(unreachable_pub, reason = "the modules of a test are its own")]
 
+#[path = "../kill/fio.rs"]
+mod fio;
 #[allow(dead_code, reason = "other tests use the rest")]
 #[path = "../kill/guest.rs"]
 mod guest;
@@ -21,6 +23,8 @@ mod guest;
 mod model;
 #[path = "../support/mod.rs"]
 mod support;
+#[path = "../kill/tap.rs"]
+mod tap;
 
 mod behind;
 mod commands;

@@ -43,6 +43,8 @@ enum Command {
     Chores(commands::chores::Args),
     Engine(commands::engine::Args),
     Exports(commands::exports::Args),
+    Flash(commands::flash::Args),
+    FlashHits(commands::flash_hits::Args),
     FreeCopies(commands::free_copies::Args),
     Growing(commands::growing::Args),
     #[command(hide = true)]
@@ -67,6 +69,8 @@ fn main() -> ExitCode {
         Command::Chores(args) => ("chores", commands::chores::run(&args)),
         Command::Engine(args) => ("engine", commands::engine::run(&args)),
         Command::Exports(args) => ("exports", commands::exports::run(&args)),
+        Command::Flash(args) => ("flash", commands::flash::run(&args)),
+        Command::FlashHits(args) => ("flash-hits", commands::flash_hits::run(&args)),
         Command::FreeCopies(args) => ("free-copies", commands::free_copies::run(&args)),
         Command::Growing(args) => ("growing", commands::growing::run(&args)),
         Command::Instructions(args) => ("instructions", commands::instructions::run(&args)),

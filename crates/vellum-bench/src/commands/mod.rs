@@ -5,6 +5,8 @@ pub(crate) mod chains;
 pub(crate) mod chores;
 pub(crate) mod engine;
 pub(crate) mod exports;
+pub(crate) mod flash;
+pub(crate) mod flash_hits;
 pub(crate) mod free_copies;
 pub(crate) mod growing;
 pub(crate) mod instructions;

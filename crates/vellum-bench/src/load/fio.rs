@@ -80,6 +80,65 @@ pub(crate) fn run_load(
     sample_of(&report, "mixed", load.len(), cpu).ok_or_else(incomplete)
 }
 
+/// Jobs of fio that begin at once, one for each door.
+pub(crate) struct Jobs<'a> {
+    /// Sockets and exports of NBD servers; one may be there several times.
+    pub(crate) doors: &'a [(&'a Path, &'a str)],
+    /// What fio calls `rw`.
+    pub(crate) direction: &'static str,
+    /// Requests in flight of each.
+    pub(crate) depth: u16,
+    /// A flush after this many writes.
+    pub(crate) fsync: Option<u32>,
+    /// They use this many bytes at the start of the disk.
+    pub(crate) part: u64,
+    pub(crate) window: Duration,
+    pub(crate) seed: u64,
+}
+
+/// What they did together.
+pub(crate) struct Done {
+    /// Reads and writes.
+    pub(crate) operations: u64,
+    pub(crate) seconds: f64,
+    /// Of reads or of writes, whichever is longer.
+    pub(crate) p99_us: f64,
+    /// Of flushes; zero when there were none.
+    pub(crate) flush_p99_us: f64,
+}
+
+/// Blocks of 4 KiB.
+pub(crate) fn run_jobs(jobs: &Jobs<'_>) -> Result<Done> {
+    let mut command = Command::new("fio");
+    command.args(["--output-format=json", "--time_based", "--norandommap", "--group_reporting", "--thread"]);
+    command.args(["--ioengine=nbd", "--bs=4k", "--rwmixread=70"]);
+    command
+        .arg(format!("--runtime={}ms", jobs.window.as_millis().max(1)))
+        .arg(format!("--size={}", jobs.part));
+    command.arg(format!("--rw={}", jobs.direction)).arg(format!("--iodepth={}", jobs.depth));
+    command.arg(format!("--randseed={}", jobs.seed));
+    command.args(jobs.fsync.map(|writes| format!("--fsync={writes}")));
+    for (number, (socket, export)) in jobs.doors.iter().enumerate() {
+        command.arg(format!("--name=load{number}"));
+        command.arg(format!("--uri=nbd+unix:///{export}?socket={}", socket.display()));
+    }
+    done_in(&report_of(command)?).filter(|done| done.seconds > 0.0).ok_or_else(incomplete)
+}
+
+fn done_in(report: &Value) -> Option<Done> {
+    let job = report.get("jobs")?.get(0)?;
+    let sides = ["read", "write"].map(|side| job.get(side));
+    let count = |side: &Value| side.get("total_ios")?.as_u64();
+    let p99 = |of: &Value| of.get("percentile")?.get("99.000000")?.as_f64().map(|time| time / 1000.0);
+    Some(Done {
+        operations: sides.iter().flatten().copied().filter_map(count).sum(),
+        seconds: sides.iter().flatten().filter_map(|side| side.get("runtime")?.as_f64()).fold(0.0, f64::max)
+            / 1000.0,
+        p99_us: sides.iter().flatten().filter_map(|side| p99(side.get("clat_ns")?)).fold(0.0, f64::max),
+        flush_p99_us: job.pointer("/sync/lat_ns").and_then(p99).unwrap_or_default(),
+    })
+}
+
 fn fio(engine: Engine<'_>, window: Duration) -> Command {
     let mut command = Command::new("fio");
     command
@@ -165,6 +224,13 @@ mod tests {
         assert_eq!((sample.operations, sample.bytes), (1000, 4_096_000));
         assert!(sample.seconds == 2.0 && sample.latency_us_p99 == 9.0);
         assert!(own_cpu_seconds(&report) == Some(0.5));
+        let side = |ios: u32, p99: u32| json!({ "total_ios": ios, "runtime": 500, "clat_ns": { "percentile": { "99.000000": p99 } } });
+        let sync = json!({ "lat_ns": { "percentile": { "99.000000": 8000 } } });
+        let report = json!({ "jobs": [{ "read": side(10, 7000), "write": side(5, 9000), "sync": sync }] });
+        let done = done_in(&report).unwrap();
+        assert!(
+            done.operations == 15 && done.seconds == 0.5 && done.p99_us == 9.0 && done.flush_p99_us == 8.0
+        );
         assert!(sample_of(&json!({ "jobs": [] }), "read", 4096, 0.5).is_none());
     }
 }

@@ -28,18 +28,18 @@ fn a_cache_before_a_slow_backend() {
     let small = ["--delay", "1", "--size", "64M", "--part", "64M", "--flash", "96M", "--rounds", "2"];
     let short = ["--seconds", "0.3", "--course-seconds", "1.5", "--clones", "2", "--svg", &svg];
     let (report, told) = report("flash", &vellum, &[&small[..], &short].concat());
-    let arms = if is_installed("qemu-nbd") { 4 } else { 3 };
+    let ways = if is_installed("qemu-nbd") { 4 } else { 3 };
     for case in ["commit", "commit-four", "read", "mixed", "sqlite"] {
-        assert_eq!(rows(&report, case).len(), arms, "{case}: {told}");
+        assert_eq!(rows(&report, case).len(), ways, "{case}: {told}");
     }
-    assert_eq!(rows(&report, "clones").len(), arms - 1, "{told}");
+    assert_eq!(rows(&report, "clones").len(), ways - 1, "{told}");
     for row in report["rows"].as_array().expect("rows") {
         let turns = row["turns"].as_array().expect("turns");
         assert_eq!(turns.len(), 2, "{told}");
         assert!(turns.iter().all(|turn| number(turn, "/operations") > 0), "{row}");
     }
     // Of one flusher: one flush of flash for each of the guest, and the one with which the disk's first change begins.
-    let commits = rows(&report, "commit").into_iter().find(|row| row["arm"] == "cached").expect("a cache");
+    let commits = rows(&report, "commit").into_iter().find(|row| row["way"] == "cached").expect("a cache");
     for turn in commits["turns"].as_array().expect("turns") {
         let (flushes, of_guest) = (number(turn, "/flash/flushes"), number(turn, "/flash/guest-flushes"));
         assert!(of_guest > 0 && flushes <= of_guest + 3, "{turn}");

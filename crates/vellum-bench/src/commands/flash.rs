@@ -36,7 +36,7 @@ use crate::images::{prepare, write_raw};
 use crate::report::{median, short, spread_percent};
 use cases::{Case, Loads, Turn};
 use course::Course;
-use stand::{Arm, Counts, Disk, Stand};
+use stand::{Counts, Disk, Stand, Way};
 
 /// The part is read in pieces of this length before the first round.
 const PIECE: usize = 256 << 10;
@@ -96,7 +96,7 @@ pub(crate) struct Args {
 struct Row {
     delay_ms: u64,
     case: Case,
-    arm: Arm,
+    way: Way,
     turns: Vec<Turn>,
 }
 
@@ -150,7 +150,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     ));
     programs.iter().for_each(|program| table.say(program));
     if let Some(reason) = &lab.no_qemu {
-        table.say(&format!("skipped: {}: {reason}", Arm::Qemu.title()));
+        table.say(&format!("skipped: {}: {reason}", Way::Qemu.title()));
     }
     let (raw, full) = (lab.dir.join("disk.raw"), lab.dir.join("disk.qcow2"));
     write_raw(&raw, args.size).context(|| format!("can't write {}", raw.display()))?;
@@ -172,7 +172,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         None => None,
         Some(file) => {
             let delay_ms = args.delay.iter().copied().max().unwrap_or(1);
-            let stand = Stand::of_disk(&lab, Arm::Cached, delay_ms, &disk, "course")?;
+            let stand = Stand::of_disk(&lab, Way::Cached, delay_ms, &disk, "course")?;
             let course = Course::run(&stand, &Loads::new(args.part, long)?)?;
             stand.stop()?;
             table.say(&format!("a new cache, {delay_ms} ms:"));
@@ -192,15 +192,15 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 fn measure(lab: &Lab, args: &Args, disk: &Disk<'_>, loads: &Loads, delay_ms: u64) -> Result<Vec<Row>> {
     let wanted =
         |case: Case| args.only.is_empty() || args.only.iter().any(|text| case.title().contains(text));
-    let arms = || Arm::ALL.into_iter().filter(|arm| *arm != Arm::Qemu || lab.no_qemu.is_none());
+    let ways = || Way::ALL.into_iter().filter(|way| *way != Way::Qemu || lab.no_qemu.is_none());
     let mut stands: Vec<(Vec<Case>, Stand)> = Vec::new();
     let of_disks: Vec<Case> = Case::OF_DISKS.into_iter().filter(|case| wanted(*case)).collect();
-    for arm in arms().filter(|_| !of_disks.is_empty()) {
-        let stand = Stand::of_disk(lab, arm, delay_ms, disk, &format!("{}-{delay_ms}", arm.title()))?;
+    for way in ways().filter(|_| !of_disks.is_empty()) {
+        let stand = Stand::of_disk(lab, way, delay_ms, disk, &format!("{}-{delay_ms}", way.title()))?;
         stands.push((of_disks.clone(), stand));
     }
-    for arm in arms().filter(|arm| *arm != Arm::NbdkitCache && wanted(Case::Clones)) {
-        let stand = Stand::of_clones(lab, arm, delay_ms, disk, args.clones.into())?;
+    for way in ways().filter(|way| *way != Way::NbdkitCache && wanted(Case::Clones)) {
+        let stand = Stand::of_clones(lab, way, delay_ms, disk, args.clones.into())?;
         stands.push((vec![Case::Clones], stand));
     }
     if stands.is_empty() {
@@ -219,13 +219,13 @@ fn measure(lab: &Lab, args: &Args, disk: &Disk<'_>, loads: &Loads, delay_ms: u64
                 let before = stand.counts()?;
                 let mut turn = loads
                     .run(case, &stand.doors, round)
-                    .context(|| format!("{}, {}", case.title(), stand.arm.title()))?;
+                    .context(|| format!("{}, {}", case.title(), stand.way.title()))?;
                 turn.flash = stand.counts()?.zip(before).map(|(after, before)| after.since(&before));
-                let is_it = |row: &&mut Row| row.case == case && row.arm == stand.arm;
+                let is_it = |row: &&mut Row| row.case == case && row.way == stand.way;
                 match rows.iter_mut().find(is_it) {
                     Some(row) => row.turns.push(turn),
                     None => {
-                        rows.push(Row { delay_ms: stand.delay_ms, case, arm: stand.arm, turns: vec![turn] })
+                        rows.push(Row { delay_ms: stand.delay_ms, case, way: stand.way, turns: vec![turn] })
                     }
                 }
             }
@@ -240,11 +240,11 @@ fn warm(stand: &Stand, part: u64) -> Result<()> {
     let began = Instant::now();
     let (socket, export) = &stand.doors[0];
     let mut guest = Guest::connect_to(socket, export)?;
-    for _ in 0..if stand.arm == Arm::Cached { PASSES } else { 1 } {
+    for _ in 0..if stand.way == Way::Cached { PASSES } else { 1 } {
         let before = stand.counts()?;
         for offset in (0..part).step_by(PIECE) {
             guest.ask(Request::Read { offset, len: PIECE })?;
-            if stand.arm == Arm::Cached && (offset + PIECE as u64).is_multiple_of(AT_ONCE) {
+            if stand.way == Way::Cached && (offset + PIECE as u64).is_multiple_of(AT_ONCE) {
                 std::thread::sleep(SETTLES_IN);
             }
         }
@@ -257,7 +257,7 @@ fn warm(stand: &Stand, part: u64) -> Result<()> {
     complain(&format!(
         "{} ms, {}: read once in {:.1} s",
         stand.delay_ms,
-        stand.arm.title(),
+        stand.way.title(),
         began.elapsed().as_secs_f64()
     ));
     Ok(())
@@ -268,21 +268,21 @@ fn lines(rows: &[Row]) -> Vec<String> {
     for case in Case::OF_DISKS.into_iter().chain([Case::Clones]) {
         let of_case: Vec<&Row> = rows.iter().filter(|row| row.case == case).collect();
         // In the order of the programs, whoever had the first turn.
-        let sorted = Arm::ALL.iter().filter_map(|arm| of_case.iter().find(|row| row.arm == *arm));
+        let sorted = Way::ALL.iter().filter_map(|way| of_case.iter().find(|row| row.way == *way));
         for row in sorted {
-            if row.arm == Arm::Cached {
+            if row.way == Way::Cached {
                 lines.push(format!("{} ms, {}: {}", row.delay_ms, case.title(), case.says()));
             }
             let rates = || row.turns.iter().map(Turn::rate);
             let mut line = format!(
                 "  {:<15} {:>9}/s ±{:<3.0}% p99 {:>7} ms",
-                row.arm.title(),
+                row.way.title(),
                 short(median(rates())),
                 spread_percent(rates()),
                 short(median(row.turns.iter().map(|turn| turn.p99_us / 1000.0)))
             );
-            let ours = of_case.iter().find(|other| other.arm == Arm::Cached);
-            if let Some(ours) = ours.filter(|ours| ours.arm != row.arm) {
+            let ours = of_case.iter().find(|other| other.way == Way::Cached);
+            if let Some(ours) = ours.filter(|ours| ours.way != row.way) {
                 let ratio = |(ours, theirs): (&Turn, &Turn)| ours.rate() / theirs.rate();
                 let ratios: Vec<f64> = ours.turns.iter().zip(&row.turns).map(ratio).collect();
                 let (least, most) = ratios.iter().fold((f64::INFINITY, 0.0_f64), |(least, most), ratio| {

@@ -27,14 +27,14 @@ use vellum_lab::server::Running;
 /// Whose disk it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) enum Arm {
+pub(super) enum Way {
     Cached,
     Plain,
     Qemu,
     NbdkitCache,
 }
 
-impl Arm {
+impl Way {
     pub(super) const ALL: [Self; 4] = [Self::Cached, Self::Plain, Self::Qemu, Self::NbdkitCache];
 
     pub(super) fn title(self) -> &'static str {
@@ -115,7 +115,7 @@ impl Counts {
 
 /// The programs of one disk, or of the clones of a template. The server is the first, and ends first.
 pub(super) struct Stand {
-    pub(super) arm: Arm,
+    pub(super) way: Way,
     pub(super) delay_ms: u64,
     /// Where guests come in, and to which export.
     pub(super) doors: Vec<(PathBuf, String)>,
@@ -126,15 +126,15 @@ pub(super) struct Stand {
 
 impl Stand {
     /// Serves a copy of the disk. `full` is a qcow2 of `raw` with all clusters mapped.
-    pub(super) fn of_disk(lab: &Lab, arm: Arm, delay_ms: u64, disk: &Disk<'_>, name: &str) -> Result<Self> {
+    pub(super) fn of_disk(lab: &Lab, way: Way, delay_ms: u64, disk: &Disk<'_>, name: &str) -> Result<Self> {
         let place = Place::new(lab, name)?;
-        let mut stand = Self::new(lab, arm, delay_ms);
+        let mut stand = Self::new(lab, way, delay_ms);
         let own = place.path("home");
-        let from = if arm == Arm::NbdkitCache { disk.raw } else { disk.full };
+        let from = if way == Way::NbdkitCache { disk.raw } else { disk.full };
         fs::copy(from, &own).context(|| format!("can't copy {}", from.display()))?;
         let front = place.path("front");
         stand.doors.push((front.clone(), String::new()));
-        if arm == Arm::NbdkitCache {
+        if way == Way::NbdkitCache {
             let mut cache = nbdkit(&front, &["cache", "delay"], &own, delay_ms);
             cache.args(["cache=writeback", "cache-on-read=true"]).env("TMPDIR", &place.dir);
             stand.running.push(serve(cache, &front)?);
@@ -142,11 +142,11 @@ impl Stand {
         }
         let back = place.path("back");
         let backend = serve(nbdkit(&back, &["delay"], &own, delay_ms), &back)?;
-        if arm == Arm::Qemu {
+        if way == Way::Qemu {
             stand.running.push(serve(qemu_nbd(&front, "qcow2", &uri(&back)), &front)?);
         } else {
             let (file, shown) = show(&place, &back)?;
-            let command = place.vellum(lab, arm, disk.flash_bytes)?;
+            let command = place.vellum(lab, way, disk.flash_bytes)?;
             let mut command = stand.steered(command, &place);
             command.args(["--format", "qcow2"]).arg(&file);
             stand.running.push(serve(command, &front)?);
@@ -159,17 +159,17 @@ impl Stand {
     /// Serves clones of a template that is behind the delay. They are on the local drive.
     pub(super) fn of_clones(
         lab: &Lab,
-        arm: Arm,
+        way: Way,
         delay_ms: u64,
         disk: &Disk<'_>,
         clones: usize,
     ) -> Result<Self> {
-        let place = Place::new(lab, &format!("clones-{}-{delay_ms}", arm.title()))?;
-        let mut stand = Self::new(lab, arm, delay_ms);
+        let place = Place::new(lab, &format!("clones-{}-{delay_ms}", way.title()))?;
+        let mut stand = Self::new(lab, way, delay_ms);
         let (back, front) = (place.path("back"), place.path("front"));
         let backend = serve(nbdkit(&back, &["delay"], disk.raw, delay_ms), &back)?;
         let clone = |number: usize| place.path(&format!("clone-{number}"));
-        if arm == Arm::Qemu {
+        if way == Way::Qemu {
             for number in 0..clones {
                 let mut create = Command::new("qemu-img");
                 create
@@ -183,7 +183,7 @@ impl Stand {
             }
         } else {
             let (file, shown) = show(&place, &back)?;
-            let mut command = stand.steered(place.vellum(lab, arm, disk.flash_bytes)?, &place);
+            let mut command = stand.steered(place.vellum(lab, way, disk.flash_bytes)?, &place);
             command.arg("--allow-dir").arg(&place.dir);
             for number in 0..clones {
                 let mut create = Command::new(&lab.vellum.path);
@@ -199,13 +199,13 @@ impl Stand {
         Ok(stand)
     }
 
-    fn new(lab: &Lab, arm: Arm, delay_ms: u64) -> Self {
+    fn new(lab: &Lab, way: Way, delay_ms: u64) -> Self {
         let (doors, running, control) = (Vec::new(), Vec::new(), None);
-        Self { arm, delay_ms, doors, control, vellum: lab.vellum.path.clone(), running }
+        Self { way, delay_ms, doors, control, vellum: lab.vellum.path.clone(), running }
     }
 
     fn steered(&mut self, mut command: Command, place: &Place) -> Command {
-        if self.arm == Arm::Cached {
+        if self.way == Way::Cached {
             let control = place.path("control");
             command.arg("--control").arg(&control);
             self.control = Some(control);
@@ -261,13 +261,13 @@ impl Place {
     }
 
     /// `vellum serve`, with a new cache or without.
-    fn vellum(&self, lab: &Lab, arm: Arm, flash_bytes: u64) -> Result<Command> {
+    fn vellum(&self, lab: &Lab, way: Way, flash_bytes: u64) -> Result<Command> {
         let mut command = Command::new(&lab.vellum.path);
         command
             .args(["serve", "-q", "--direct", "--nbd"])
             .arg(format!("unix:{}", self.path("front").display()));
         command.args(&lab.vellum.arguments);
-        if arm == Arm::Cached {
+        if way == Way::Cached {
             let flash = self.path("flash");
             let mut create = Command::new(&lab.vellum.path);
             create.args(["flash", "create", "-q"]).arg(&flash).arg(flash_bytes.to_string());

@@ -2,7 +2,7 @@
 """Checks a flash cache that no program has open, by the text of docs/format/flash.md alone. Nothing is written.
 
     check-flash.py CACHE…           what recovery would find; a line for each thing that is wrong
-    check-flash.py --list CACHE     the same, and then each row, run of zeros and block
+    check-flash.py --list CACHE     the same, and then each row, written region, run of zeros and block
 
 Of several caches the last line for each is `CACHE: CODE`. A line that begins with "note:" is what a crash may leave.
 
@@ -21,7 +21,11 @@ PLACE = 90112
 PAYLOAD_MAX = 90048
 PART_SLOTS = 4096
 ROWS_MAX = 1022
-RUNS_MAX = 2048
+PAIRS_MAX = 2048
+WORDS_MAX = 512
+REGION = 1 << 14
+WORD = 64 * REGION
+FEATURES = 1
 BLOCKS = 1 << 48
 MASK64 = (1 << 64) - 1
 
@@ -78,6 +82,10 @@ def good_key(key):
 
 def good_run(key, blocks):
     return good_key(key) and 0 < blocks <= BLOCKS - (key & BLOCKS - 1)
+
+
+def good_word(key, bits):
+    return good_key(key) and key % WORD == 0 and bits != 0
 
 
 class Zeros:
@@ -170,6 +178,12 @@ def read_items(data, count, slots):
                 raise ValueError("no row")
             at += 8
             items.append(("no row", number))
+        elif kind in (7, 8, 9):
+            zero, key, bits = struct.unpack_from(">7sQQ", data, at + 1)
+            if any(zero) or not good_word(key, bits):
+                raise ValueError("a word of regions")
+            at += 24
+            items.append((("written", "settled", "void")[kind - 7], key, bits))
         else:
             raise ValueError("a kind")
     if any(data[at:]):
@@ -188,7 +202,7 @@ class Cache:
         self.len = self.file.seek(0, os.SEEK_END)
         self.notes = []
         self.superblock()
-        self.rows, self.zeros, self.blocks = {}, Zeros(), {}
+        self.rows, self.words, self.zeros, self.blocks = {}, {}, Zeros(), {}
         self.read_ring()
         self.verify_newest()
         self.read_slices()
@@ -216,7 +230,7 @@ class Cache:
             raise Refused("it has no superblock")
         version, features, self.id, self.secret, self.slots, self.parts, self.ring_len, place = struct.unpack_from(
             ">IQ16sQIIQQ", data, 12)
-        if version != 1 or features:
+        if version != 1 or features & ~FEATURES:
             raise Refused(f"version {version}, features {features:#x}")
         good = (self.slots and self.parts == -(-self.slots // PART_SLOTS) and place == PLACE
                 and self.ring_len % BLOCK == 0 and 128 << 10 <= self.ring_len <= 64 << 20)
@@ -312,10 +326,17 @@ class Cache:
                 raise Wrong(f"slice {number}: {error} is not good") from error
 
     def read_ledger(self, payload):
-        count = struct.unpack_from(">I", payload)[0]
-        runs = payload[4 + 56 * count:]
-        if count > ROWS_MAX or len(payload) < 4 + 56 * count or len(runs) % 16 or len(runs) // 16 > RUNS_MAX:
+        words, count = struct.unpack_from(">HH", payload)
+        pairs = payload[4 + 56 * count:]
+        good = (count <= ROWS_MAX and words <= WORDS_MAX and len(payload) >= 4 + 56 * count + 16 * words
+                and len(pairs) % 16 == 0 and len(pairs) // 16 <= PAIRS_MAX)
+        if not good:
             raise ValueError("the length of the ledger")
+        runs = pairs[16 * words:]
+        for key, bits in struct.iter_unpack(">QQ", pairs[:16 * words]):
+            if not good_word(key, bits) or key in self.words:
+                raise ValueError("a word of regions")
+            self.words[key] = bits
         for at in range(4, 4 + 56 * count, 56):
             number, row = read_row(payload[at:at + 56])
             if number in self.rows:
@@ -383,24 +404,45 @@ class Cache:
             self.drop_run(sequence, number << 48, BLOCKS)
             if ledger_is_new:
                 self.rows.pop(number, None)
+                self.words = {key: bits for key, bits in self.words.items() if key >> 48 != number}
                 self.zeros.remove(number << 48, BLOCKS)
+        elif kind in ("written", "settled", "void"):
+            key, bits = what
+            if kind == "void":
+                for n in range(64):
+                    if bits >> n & 1:
+                        self.drop_run(sequence, key + n * REGION, REGION)
+            if ledger_is_new:
+                left = self.words.get(key, 0)
+                left = left | bits if kind == "written" else left & ~bits
+                self.words.pop(key, None)
+                if left:
+                    self.words[key] = left
+
+    def is_written(self, key):
+        return self.words.get(key // WORD * WORD, 0) >> key % WORD // REGION & 1
 
     def judge(self):
         """What must hold afterwards."""
         slots = {}
-        for key, (slot, _, _) in sorted(self.blocks.items()):
+        for key, (slot, _, dirty) in sorted(self.blocks.items()):
             name = f"block {key & BLOCKS - 1} of row {key >> 48}"
             if slot in slots:
                 raise Wrong(f"slot {slot} has two blocks: {slots[slot]} and {name}")
             slots[slot] = name
             if key >> 48 not in self.rows:
                 raise Wrong(f"{name} has a slot, but no row")
+            if dirty and self.is_written(key):
+                raise Wrong(f"{name} is dirty, and its region is being written")
+        for key in self.words:
+            if key >> 48 not in self.rows:
+                raise Wrong(f"regions are of row {key >> 48}, which is not there")
         for first, count, _ in self.zeros.runs:
             if first >> 48 not in self.rows:
                 raise Wrong(f"a run of zeros is of row {first >> 48}, which is not there")
         runs = self.zeros.joined()
-        if len(runs) > RUNS_MAX:
-            raise Wrong(f"{len(runs)} runs of zeros")
+        if len(runs) + len(self.words) > PAIRS_MAX:
+            raise Wrong(f"{len(runs)} runs of zeros, {len(self.words)} words of regions")
         at = 0
         for key in sorted(self.blocks):
             while at < len(runs) and runs[at][0] + runs[at][1] <= key:
@@ -412,10 +454,16 @@ class Cache:
         dirty = sum(entry[2] for entry in self.blocks.values())
         print(f"{self.slots} slots, {len(self.blocks)} blocks, {dirty} dirty, {len(self.zeros.joined())} runs, "
               f"{len(self.rows)} rows, record {self.newest}")
+        void = sum(1 for key in self.blocks if self.is_written(key))
+        if self.words:
+            regions = sum(bin(bits).count("1") for bits in self.words.values())
+            print(f"note: {regions} regions are being written: their {void} blocks are void at the next opening")
 
     def list(self):
         for number, (has_record, disk, named, newest) in sorted(self.rows.items()):
             print(f"row {number} {disk.hex()} {named.hex()} {newest.hex()} {has_record}")
+        for key, bits in sorted(self.words.items()):
+            print(f"written {key >> 48} {key & BLOCKS - 1} {bits:016x}")
         for first, count, frees in self.zeros.joined():
             print(f"zero {first >> 48} {first & BLOCKS - 1} {count} {frees}")
         for key, (slot, sectors, dirty) in sorted(self.blocks.items()):

@@ -235,13 +235,14 @@ impl Counted {
                 ("miss", of.misses),
                 ("write", of.writes),
                 ("admit", of.admitted),
+                ("pass", of.passed),
                 ("refuse", of.refused),
                 ("demote", of.demoted),
                 ("home", of.written_home),
             ]
         };
-        let help = "Blocks of the disk: read from flash, read from the image, written to flash, kept when read, not kept, \
-                    given up early, and written home";
+        let help = "Blocks of the disk: read from flash, read from the image, written to flash, kept when read, written and not \
+                    kept, read and not kept, given up early, and written home";
         self.counters(to, ("vellum_flash_blocks", help, "what"), |disk| both(disk, blocks))?;
         let below = |disk: &DiskStats| disk.flash.iter().flat_map(|flash| blocks(&flash.below)).collect();
         let help = "The same for the images below it; disks that share those images share these";
@@ -473,6 +474,7 @@ mod tests {
             cached_bytes: 65_536,
             dirty_bytes: 8192,
             zero_runs: 0,
+            written_regions: 0,
             memory_bytes: 1000,
             records: 1,
             record_bytes: 4096,

@@ -66,11 +66,25 @@ pub enum Bug {
     SettleLeftOut,
     /// A recovery forgets which slices are behind.
     SliceBehindForgotten,
+    /// A write begins before a record says that its region is being written.
+    RegionAfterWrite,
+    /// A region is settled although home was not flushed.
+    SettledHomeUnflushed,
+    /// A region is settled in the record that names its slots.
+    SettledFlashUnflushed,
+    /// A region is settled although somebody has entered it since home was flushed.
+    SettledThoughWritten,
+    /// A slot that a recovery verifies is written through in place.
+    ThroughOverChecked,
+    /// A recovery keeps what regions have that are being written.
+    VoidKept,
+    /// A block that two write through at the same time stays cached.
+    ContestedKept,
 }
 
 impl Bug {
     /// All of them.
-    pub const ALL: [Self; 29] = [
+    pub const ALL: [Self; 36] = [
         Self::NoChecks,
         Self::CleanWithoutChecks,
         Self::InPlaceOverClean,
@@ -100,6 +114,13 @@ impl Bug {
         Self::UnverifiedKept,
         Self::SettleLeftOut,
         Self::SliceBehindForgotten,
+        Self::RegionAfterWrite,
+        Self::SettledHomeUnflushed,
+        Self::SettledFlashUnflushed,
+        Self::SettledThoughWritten,
+        Self::ThroughOverChecked,
+        Self::VoidKept,
+        Self::ContestedKept,
     ];
 }
 

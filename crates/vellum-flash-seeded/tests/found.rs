@@ -24,15 +24,26 @@ fn setups() -> Vec<Setup> {
     ]
 }
 
+/// The same for disks that are written through.
+fn through() -> Vec<Setup> {
+    let through = Setup { through_from: 0, steps: 60, positions: 60, nested_one_in: 60, ..Setup::usual(16) };
+    vec![
+        through.clone(),
+        Setup { guests: 2, steps: 25, ..through.clone() },
+        Setup { slots: 64, steps: 90, ..through.clone() },
+        Setup { disks: 2, through_from: 1, guests: 2, steps: 14, blocks: 10, ..through },
+    ]
+}
+
 /// Explores until the mistake is found: a state is not what it may be, or the cache notices that it contradicts
 /// itself.
 #[allow(clippy::print_stderr, reason = "how soon each is found is worth knowing")]
-fn find(bug: Bug) {
+fn find(bug: Bug, setups: &[Setup]) {
     put_in(Some(bug));
     let (mut counts, mut seen) = (Counts::default(), HashSet::new());
     for seed in 0..60 {
-        for setup in setups() {
-            let explored = catch_unwind(AssertUnwindSafe(|| explore(&setup, seed, &mut seen)));
+        for setup in setups {
+            let explored = catch_unwind(AssertUnwindSafe(|| explore(setup, seed, &mut seen)));
             let what = match explored {
                 Ok(Ok(more)) => {
                     counts += more;
@@ -52,11 +63,11 @@ fn find(bug: Bug) {
 }
 
 macro_rules! found {
-    ($($test:ident: $bug:ident,)*) => {
+    ($($test:ident: $bug:ident in $setups:ident,)*) => {
         $(
             #[test]
             fn $test() {
-                find(Bug::$bug);
+                find(Bug::$bug, &$setups());
             }
         )*
 
@@ -69,40 +80,47 @@ macro_rules! found {
 }
 
 found! {
-    no_checks: NoChecks,
-    clean_without_checks: CleanWithoutChecks,
-    in_place_over_clean: InPlaceOverClean,
-    in_place_unproven: InPlaceUnproven,
-    in_place_unsealed: InPlaceUnsealed,
-    in_place_other_sectors: InPlaceOtherSectors,
-    carried_over_lost: CarriedOverLost,
-    overwrite_not_counted: OverwriteNotCounted,
-    written_past_claim: WrittenPastClaim,
-    discard_forgotten: DiscardForgotten,
-    run_not_left: RunNotLeft,
-    reused_before_durable: ReusedBeforeDurable,
-    proven_when_durable: ProvenWhenDurable,
-    newest_forgotten: NewestForgotten,
-    tail_before_slices: TailBeforeSlices,
-    slice_too_early: SliceTooEarly,
-    slice_over_itself: SliceOverItself,
-    published_before_written: PublishedBeforeWritten,
-    flush_error_ignored: FlushErrorIgnored,
-    home_before_durable: HomeBeforeDurable,
-    home_not_flushed: HomeNotFlushed,
-    clean_though_touched: CleanThoughTouched,
-    run_home_before_durable: RunHomeBeforeDurable,
-    run_gone_unflushed: RunGoneUnflushed,
-    admitted_though_touched: AdmittedThoughTouched,
-    unverified_kept: UnverifiedKept,
-    settle_left_out: SettleLeftOut,
-    slice_behind_forgotten: SliceBehindForgotten,
+    no_checks: NoChecks in setups,
+    clean_without_checks: CleanWithoutChecks in setups,
+    in_place_over_clean: InPlaceOverClean in setups,
+    in_place_unproven: InPlaceUnproven in setups,
+    in_place_unsealed: InPlaceUnsealed in setups,
+    in_place_other_sectors: InPlaceOtherSectors in setups,
+    carried_over_lost: CarriedOverLost in setups,
+    overwrite_not_counted: OverwriteNotCounted in setups,
+    written_past_claim: WrittenPastClaim in setups,
+    discard_forgotten: DiscardForgotten in setups,
+    run_not_left: RunNotLeft in setups,
+    reused_before_durable: ReusedBeforeDurable in setups,
+    proven_when_durable: ProvenWhenDurable in setups,
+    newest_forgotten: NewestForgotten in setups,
+    tail_before_slices: TailBeforeSlices in setups,
+    slice_too_early: SliceTooEarly in setups,
+    slice_over_itself: SliceOverItself in setups,
+    published_before_written: PublishedBeforeWritten in setups,
+    flush_error_ignored: FlushErrorIgnored in setups,
+    home_before_durable: HomeBeforeDurable in setups,
+    home_not_flushed: HomeNotFlushed in setups,
+    clean_though_touched: CleanThoughTouched in setups,
+    run_home_before_durable: RunHomeBeforeDurable in setups,
+    run_gone_unflushed: RunGoneUnflushed in setups,
+    admitted_though_touched: AdmittedThoughTouched in setups,
+    unverified_kept: UnverifiedKept in setups,
+    settle_left_out: SettleLeftOut in setups,
+    slice_behind_forgotten: SliceBehindForgotten in setups,
+    region_after_write: RegionAfterWrite in through,
+    settled_home_unflushed: SettledHomeUnflushed in through,
+    settled_flash_unflushed: SettledFlashUnflushed in through,
+    settled_though_written: SettledThoughWritten in through,
+    through_over_checked: ThroughOverChecked in through,
+    void_kept: VoidKept in through,
+    contested_kept: ContestedKept in through,
 }
 
 #[test]
 fn without_a_mistake_nothing_is_found() {
     let mut seen = HashSet::new();
-    for setup in setups() {
+    for setup in setups().into_iter().chain(through()) {
         explore(&setup, 1, &mut seen).unwrap();
     }
 }

@@ -147,7 +147,7 @@ impl Home {
                     && !state.is_undecided(self.row)
                     && state.room_for(Share::Admit) >= PUT_BYTES;
                 if may {
-                    state.put(key, slot, sectors, false, checks, Share::Admit);
+                    state.put(key, slot, sectors, false, Some(checks), Share::Admit);
                 } else {
                     state.give_back(slot);
                 }

@@ -4,6 +4,7 @@
 //!   claim  ├──────┤      a writer: others that want any of these blocks wait
 //!   watch     ├─────────────┤      write-back, a read: holds up nobody; at the end it knows what was claimed
 //!   touched   ├───┤
+//!   join   ├──────┤      a writer under writethrough: others may join, and each of them knows it
 //! ```
 //!
 //! 1. No block has two claims at a time.
@@ -11,7 +12,11 @@
 //!    claimed then already, and each claim since.
 //! 3. What the holder of a watch decides at its end ([`Watch::end`]) happens before any later claim. So nobody
 //!    plans a change by what is just being decided.
+//!    The same holds for what the holder of a joined claim decides ([`Joined::end`]): whoever joins later sees it.
 //! 4. A holder of a claim waits for nothing but transfers: never for slots, a commit, or another claim.
+//!
+//! 5. A joined claim and a claim of the same blocks wait for each other. Of two joined claims that overlap, both know it
+//!    from then on. A holder of a joined claim may wait for a commit: nothing that a commit waits for joins.
 //!
 //! The number of claims and watches is that of the requests under way, so watches are looked through one by one.
 
@@ -37,8 +42,15 @@ struct Table {
     /// First block of each claim, and the block after its last.
     held: BTreeMap<u64, u64>,
     watches: Vec<Watched>,
-    /// How many watches there have been.
+    joined: Vec<Shared>,
+    /// How many watches and joined claims there have been.
     begun: u64,
+}
+
+struct Shared {
+    number: u64,
+    blocks: Range<u64>,
+    contested: Touched,
 }
 
 struct Watched {
@@ -91,7 +103,31 @@ impl Table {
         before.is_none_or(|(_, end)| *end <= blocks.start)
     }
 
+    fn is_joined(&self, blocks: &Range<u64>) -> bool {
+        self.joined.iter().any(|other| blocks.start < other.blocks.end && other.blocks.start < blocks.end)
+    }
+
     fn hold(&mut self, blocks: &Range<u64>) {
+        self.touch(blocks);
+        self.held.insert(blocks.start, blocks.end);
+    }
+
+    fn join(&mut self, blocks: &Range<u64>) -> u64 {
+        self.touch(blocks);
+        let mut contested = Touched::default();
+        for other in &mut self.joined {
+            let both = blocks.start.max(other.blocks.start)..blocks.end.min(other.blocks.end);
+            if both.start < both.end {
+                other.contested.add(both.clone());
+                contested.add(both);
+            }
+        }
+        self.begun += 1;
+        self.joined.push(Shared { number: self.begun, blocks: blocks.clone(), contested });
+        self.begun
+    }
+
+    fn touch(&mut self, blocks: &Range<u64>) {
         for watch in &mut self.watches {
             let both = blocks.start.max(watch.blocks.start)..blocks.end.min(watch.blocks.end);
             if both.start < both.end {
@@ -99,7 +135,11 @@ impl Table {
                 watch.claims += 1;
             }
         }
-        self.held.insert(blocks.start, blocks.end);
+    }
+
+    fn leave(&mut self, number: u64) -> Option<Shared> {
+        let index = self.joined.iter().position(|shared| shared.number == number)?;
+        Some(self.joined.swap_remove(index))
     }
 
     fn index_of(&self, number: u64) -> usize {
@@ -114,9 +154,23 @@ impl Claims {
         loop {
             let listener = {
                 let mut table = lock(&self.table);
-                if table.is_free(&blocks) {
+                if table.is_free(&blocks) && !table.is_joined(&blocks) {
                     table.hold(&blocks);
                     return Held { claims: self, first: blocks.start };
+                }
+                self.released.listen()
+            };
+            listener.await;
+        }
+    }
+
+    /// Claims the blocks, of which there is at least one, together with others that join.
+    pub(crate) async fn join(&self, blocks: Range<u64>) -> Joined<'_> {
+        loop {
+            let listener = {
+                let mut table = lock(&self.table);
+                if table.is_free(&blocks) {
+                    return Joined { claims: self, number: table.join(&blocks) };
                 }
                 self.released.listen()
             };
@@ -130,6 +184,13 @@ impl Claims {
         let (mut touched, mut claims) = (Touched::default(), 0);
         for (start, end) in table.held.range(..blocks.end) {
             let both = blocks.start.max(*start)..blocks.end.min(*end);
+            if both.start < both.end {
+                touched.add(both);
+                claims += 1;
+            }
+        }
+        for other in &table.joined {
+            let both = blocks.start.max(other.blocks.start)..blocks.end.min(other.blocks.end);
             if both.start < both.end {
                 touched.add(both);
                 claims += 1;
@@ -153,6 +214,28 @@ impl Drop for Held<'_> {
     fn drop(&mut self) {
         let was_held = lock(&self.claims.table).held.remove(&self.first);
         debug_assert!(was_held.is_some());
+        self.claims.released.notify(usize::MAX);
+    }
+}
+
+/// Blocks that the holder changes, perhaps at the same time as others.
+pub(crate) struct Joined<'a> {
+    claims: &'a Claims,
+    number: u64,
+}
+
+impl Joined<'_> {
+    /// Ends it. What `decide` does, who is told which blocks others had joined too, happens before any later claim.
+    pub(crate) fn end<T>(self, decide: impl FnOnce(&Touched) -> T) -> T {
+        let mut table = lock(&self.claims.table);
+        let own = table.leave(self.number).expect("a joined claim is listed until it ends");
+        decide(&own.contested)
+    }
+}
+
+impl Drop for Joined<'_> {
+    fn drop(&mut self) {
+        lock(&self.claims.table).leave(self.number);
         self.claims.released.notify(usize::MAX);
     }
 }
@@ -241,6 +324,33 @@ mod tests {
                 assert_eq!(rest(3..11), [(4, 10)]);
             });
             claims.watch(0..100).end(|touched| assert!(!(0..100).any(|block| touched.contains(block))));
+        });
+    }
+
+    #[test]
+    fn those_who_join_know_each_other_and_exclude_claims() {
+        let claims = Arc::new(Claims::default());
+        block_on(async {
+            let first = claims.join(0..10).await;
+            let watch = claims.watch(0..100);
+            let second = claims.join(8..20).await;
+            let mut waiting = Box::pin(claims.claim(19..30));
+            assert!(poll_once(&mut waiting).await.is_none());
+            let of = |touched: &Touched| (0..30).filter(|n| touched.contains(*n)).collect::<Vec<u64>>();
+            assert_eq!(first.end(of), [8, 9]);
+            let third = claims.join(9..10).await;
+            assert_eq!(third.end(of), [9], "the second is still there");
+            assert!(poll_once(&mut waiting).await.is_none());
+            assert_eq!(second.end(of), [8, 9]);
+            drop(waiting.await);
+            assert_eq!(claims.join(19..30).await.end(of), []);
+            assert_eq!(watch.end(of), (0..30).collect::<Vec<u64>>());
+            let claim = claims.claim(0..2).await;
+            let mut waiting = Box::pin(claims.join(1..3));
+            assert!(poll_once(&mut waiting).await.is_none());
+            drop(claim);
+            drop(waiting.await);
+            drop(claims.claim(0..9).await);
         });
     }
 

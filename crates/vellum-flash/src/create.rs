@@ -59,7 +59,7 @@ async fn write_all(storage: &SharedStorage, id: u128, layout: &Layout) -> Result
         try_join_all(writes).await?;
     }
     storage.flush().await?;
-    let superblock = Superblock { id, layout: *layout }.encode();
+    let superblock = Superblock { id, layout: *layout, features: Superblock::KNOWN }.encode();
     for at in [0, COPY_AT] {
         storage.write(ImageOffset::new(at), Buffer::copy_of(&superblock)).await?;
     }

@@ -3,6 +3,7 @@
 //! ```text
 //!   read    ─► epoch ─► look up ─► slots, zeros, home: each run in one transfer
 //!   write   ─► promise ─► claim ─► plan ─► slots ─► publish                                write.rs
+//!           ─► region ─► join ─► plan ─► home and slots ─► publish                         through.rs
 //!   zeroes  ─► whole blocks: a run ─► publish; the rest is written as data                 write.rs
 //!   flush   ─► commit of the cache
 //!   home    ◄─ write-back                                                                  home.rs
@@ -11,11 +12,12 @@
 //! 1. A read enters an epoch before it looks a slot up, and leaves it after the transfer.
 //! 2. A slot that cannot be read: where home has the same, home is read; else the read fails.
 //! 3. Before the first change of an opening the session's number is durable in the row, and then in the image.
-//! 4. A change is refused once the cache has stopped. Reads go on.
+//! 4. A change is refused once the cache has stopped, unless home is always complete (writethrough). Reads go on.
 
 mod begin;
 mod masked;
 mod read;
+mod through;
 mod write;
 
 use std::sync::Arc;
@@ -53,6 +55,8 @@ pub struct FlashCounts {
     pub admit_writes: u64,
     /// Transfers of slots, and to home, that failed.
     pub errors: u64,
+    /// Blocks that were written through, and are not cached: another wrote them too, or there was no room.
+    pub passed: u64,
 }
 
 impl std::ops::AddAssign for FlashCounts {
@@ -67,6 +71,7 @@ impl std::ops::AddAssign for FlashCounts {
         self.slot_writes += other.slot_writes;
         self.admit_writes += other.admit_writes;
         self.errors += other.errors;
+        self.passed += other.passed;
     }
 }
 
@@ -116,7 +121,9 @@ impl Home {
         if self.disk.geometry().read_only {
             return Err(Error::new(ErrorKind::ReadOnly, "the disk is open read-only"));
         }
-        self.cache.stop.check()?;
+        if self.policy() != FlashPolicy::WriteThrough {
+            self.cache.stop.check()?;
+        }
         Ok(span)
     }
 
@@ -131,7 +138,8 @@ impl Home {
                 }
                 self.cache.commit().await
             }
-            _ => self.disk.flush().await,
+            FlashPolicy::WriteThrough => self.flush_through().await,
+            FlashPolicy::ReadOnly | FlashPolicy::Off => self.disk.flush().await,
         }
     }
 
@@ -143,6 +151,9 @@ impl Home {
         let flash = async {
             if self.disk.geometry().read_only {
                 return Ok(());
+            }
+            if self.policy() == FlashPolicy::WriteThrough {
+                return self.end_through().await;
             }
             if is_kept {
                 self.cache.commit().await?;
@@ -213,6 +224,7 @@ impl FlashDisk {
             slot_writes: of(&tally.slot_writes),
             admit_writes: of(&tally.admit_writes),
             errors: of(&tally.errors),
+            passed: of(&tally.passed),
         }
     }
 

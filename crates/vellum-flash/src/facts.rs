@@ -8,6 +8,7 @@ use crate::layout::{Key, Layout, Slot};
 use crate::options::FlashOptions;
 use crate::record::Row;
 use crate::recover;
+use crate::regions::Word;
 use crate::session::{CacheId, SessionNumber};
 use crate::shared::FlashCache;
 use crate::state::State;
@@ -30,6 +31,8 @@ pub struct Facts {
     pub dirty_blocks: u64,
     /// Runs of zeros that home may not have.
     pub zero_runs: u64,
+    /// Regions of 64 MiB in which home and flash may differ: after an unclean end their blocks are void.
+    pub written_regions: u64,
     /// The length of the ring.
     pub ring_bytes: u64,
     /// What of it a recovery would need.
@@ -99,6 +102,7 @@ impl Facts {
             blocks: state.map.blocks(),
             dirty_blocks: state.map.dirty_blocks(),
             zero_runs: state.ledger.zeros.len() as u64,
+            written_regions: state.ledger.regions.count(),
             ring_used: state.ring_used(),
             memory_bytes: state.memory_bytes(),
             sequence: state.durable,
@@ -180,13 +184,22 @@ pub async fn check(storage: &SharedStorage, say: &mut dyn FnMut(String)) -> Resu
                     newest.retain(|other, _| other < key || *other > last);
                 }
                 crate::record::Item::NoRow(row) => newest.retain(|key, _| key.row() != *row),
-                _ => {}
+                // Slots of a region that is being written may be overwritten in place.
+                crate::record::Item::Written(word)
+                | crate::record::Item::Settled(word)
+                | crate::record::Item::Void(word) => newest.retain(|key, _| {
+                    let own = Word::of(*key);
+                    own.key != word.key || own.bits & word.bits == 0
+                }),
+                crate::record::Item::Put { checks: None, .. }
+                | crate::record::Item::Unzero { .. }
+                | crate::record::Item::Row(_) => {}
             }
         }
     }
     for (key, (slot, sectors, dirty, checks)) in newest {
-        // A dirty block may have been written in place since.
-        if dirty {
+        // A dirty block may have been written in place since, and so may one whose region is being written.
+        if dirty || image.ledger.regions.has(key) {
             continue;
         }
         let at = image.superblock.layout.slot_at(slot);
@@ -214,7 +227,11 @@ impl FlashCache {
     pub async fn open(storage: SharedStorage, options: FlashOptions) -> Result<std::sync::Arc<Self>> {
         let start = recover::recover(&storage).await?;
         let id = CacheId::new(start.id.to_be_bytes()).ok_or_else(recover::no_id)?;
-        Ok(Self::with(storage, id, State::new(start), options))
+        let mut state = State::new(start);
+        // Home and flash may differ where an opening that did not end well has written.
+        let is_void = state.void_regions(None);
+        debug_assert!(is_void, "a record has room for all words");
+        Ok(Self::with(storage, id, state, options))
     }
 
     /// Facts, as of now.

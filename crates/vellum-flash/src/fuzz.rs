@@ -9,8 +9,7 @@ use crate::bytes::{put32, put128};
 use crate::layout::{BLOCK_LEN, Key, Layout, PAYLOAD_MAX, ROWS_MAX, Superblock};
 use crate::map::{Map, decode_part};
 use crate::record::{Item, Record};
-use crate::slice::{Ledger, Slice};
-use crate::zeros::RUNS_MAX;
+use crate::slice::{Ledger, PAIRS_MAX, Slice};
 
 const ID: u128 = 1;
 const SLOTS: u32 = 9000;
@@ -75,7 +74,8 @@ fn part(data: &[u8]) {
 fn ledger(data: &[u8]) {
     let payload = payload(data, 0).expect("just written");
     if let Some(found) = Ledger::decode(&payload) {
-        assert!(found.rows.len() <= usize::from(ROWS_MAX) && found.zeros.len() <= RUNS_MAX);
+        assert!(found.rows.len() <= usize::from(ROWS_MAX));
+        assert!(found.zeros.len() + found.regions.len() <= PAIRS_MAX);
         assert_eq!(Ledger::decode(&found.encode()), Some(found));
     }
 }
@@ -112,10 +112,11 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     use crate::layout::{SECTORS_ALL, Slot};
     use crate::map::Entry;
     use crate::record::{Checks, Row};
+    use crate::regions::Word;
     use crate::zeros::Run;
 
     let layout = Layout::new(SLOTS, 1 << 20, 5).expect("a layout");
-    let superblock = Superblock { id: ID, layout }.encode();
+    let superblock = Superblock { id: ID, layout, features: Superblock::KNOWN }.encode();
     let key = Key::new(3, 0x40);
     let mut map = Map::new(&layout);
     for (block, slot, sectors, dirty) in [(0, 9, SECTORS_ALL, true), (1, 8999, 3, false), (5, 7, 1, true)] {
@@ -124,6 +125,8 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     let row = Row { number: 3, has_record: true, disk: 1, named: 2, newest: 3 };
     let mut ledger = Ledger::default();
     ledger.rows.insert(3, row);
+    let word = Word { key: Key::new(3, 1 << 20), bits: 6 };
+    ledger.regions.add(word);
     for (key, blocks, may_free) in [(key, 9, true), (key.plus(50), 1, false)] {
         assert!(ledger.zeros.restore(Run { key, blocks, may_free }));
     }
@@ -133,6 +136,9 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
         Item::Row(row),
         Item::Zero { key, blocks: 5, may_free: true },
         Item::Unzero { key, blocks: 2 },
+        Item::Written(word),
+        Item::Settled(word),
+        Item::Void(word),
         Item::Put { key, slot: Slot(5), sectors: 5, dirty: true, checks: Some(Checks::of(5, &block)) },
         Item::Put { key: key.plus(1), slot: Slot(6), sectors: SECTORS_ALL, dirty: false, checks: None },
         Item::Drop { key: key.plus(2) },

@@ -24,6 +24,7 @@ use vellum_core::{
 use crate::disk::count;
 use crate::layout::{BLOCK_BYTES, BLOCK_LEN, Key, SECTOR_BYTES, Slot};
 use crate::open::{Open, PUT_BYTES, ROW_BYTES, RUN_BYTES, Share};
+use crate::options::FlashPolicy;
 use crate::record::Checks;
 use crate::shared::{FlashCache, Home};
 use crate::state::{Found, State};
@@ -49,6 +50,9 @@ struct Going {
 impl Home {
     /// Writes home what was dirty when it was called.
     pub(crate) async fn drain(&self) -> Result<()> {
+        if self.policy() == FlashPolicy::WriteThrough {
+            return Ok(()); // Home has it all, also when flash has failed.
+        }
         for _ in 0..SWEEPS_MAX {
             let mut from = 0;
             while let Some(next) = self.write_back(from, BATCH_BLOCKS_MAX, u32::MAX).await?.next {
@@ -141,7 +145,7 @@ impl Home {
                 let has_room = state.room_for(Share::Home) >= PUT_BYTES && !state.is_undecided(self.row);
                 if is_same && has_room && !touched.contains(key.block()) {
                     let checks = Checks::of(*sectors, bytes.slice());
-                    state.put(*key, *slot, *sectors, false, checks, Share::Home);
+                    state.put(*key, *slot, *sectors, false, Some(checks), Share::Home);
                     clean += 1;
                 }
             }

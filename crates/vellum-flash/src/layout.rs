@@ -256,14 +256,22 @@ pub(crate) struct Superblock {
     pub(crate) id: u128,
     /// Where everything is.
     pub(crate) layout: Layout,
+    /// What a program has to know to read it: bits of [`Superblock::KNOWN`].
+    pub(crate) features: u64,
 }
 
 impl Superblock {
+    /// Records and the ledger may name regions that are being written.
+    pub(crate) const REGIONS: u64 = 1;
+    /// All that this program knows.
+    pub(crate) const KNOWN: u64 = Self::REGIONS;
+
     /// The bytes of one copy.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut bytes = vec![0; BLOCK_LEN];
         put64(&mut bytes, at::MAGIC, MAGIC);
         put32(&mut bytes, at::VERSION, VERSION);
+        put64(&mut bytes, at::INCOMPATIBLE, self.features);
         put128(&mut bytes, at::ID, self.id);
         put64(&mut bytes, at::SECRET, self.layout.secret);
         put32(&mut bytes, at::SLOTS, self.layout.slots);
@@ -284,9 +292,10 @@ impl Superblock {
             return Err(none());
         }
         let (version, features) = (be32(block, at::VERSION), be64(block, at::INCOMPATIBLE));
-        if version != VERSION || features != 0 {
+        if version != VERSION || features & !Self::KNOWN != 0 {
             let why = format!(
-                "the flash cache has version {version} and features {features:#x}, this program knows version {VERSION} without features: use the program that made it"
+                "the flash cache has version {version} and features {features:#x}, this program knows version {VERSION} and features {:#x}: use the program that wrote it last",
+                Self::KNOWN
             );
             return Err(Error::unsupported(why));
         }
@@ -295,7 +304,7 @@ impl Superblock {
         if be32(block, at::PARTS) != layout.parts || be64(block, at::PLACE) != PLACE_BYTES {
             return Err(Error::corrupt("the superblock of the flash cache contradicts itself"));
         }
-        Ok(Self { id: be128(block, at::ID), layout })
+        Ok(Self { id: be128(block, at::ID), layout, features })
     }
 
     /// Reads the first copy that is good. The storage has to be as long as the superblock says.
@@ -343,7 +352,7 @@ mod tests {
 
     fn superblock() -> Superblock {
         let layout = Layout::new(70_000, 1 << 20, 0x0123_4567_89AB_CDEF).unwrap();
-        Superblock { id: 77, layout }
+        Superblock { id: 77, layout, features: Superblock::KNOWN }
     }
 
     #[test]
@@ -377,6 +386,7 @@ mod tests {
         assert!(with(at::ID, 5).is_ok());
         assert_eq!(with(at::VERSION, 2), Err(Unsupported));
         assert_eq!(with(at::INCOMPATIBLE, 1), Err(Unsupported));
+        assert!(with(at::INCOMPATIBLE + 4, 0).is_ok(), "an older one");
         for (at, value) in [
             (at::SLOTS, 0),
             (at::SLOTS, u32::MAX),

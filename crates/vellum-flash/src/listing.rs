@@ -6,7 +6,7 @@ use vellum_core::{Result, SharedStorage};
 use crate::recover;
 use crate::state::State;
 
-/// Each row, run of zeros and block of a cache that is not open, in order. Writes nothing.
+/// Each row, word of written regions, run of zeros and block of a cache that is not open, in order. Writes nothing.
 ///
 /// # Errors
 /// `Corrupt` when it is none or has lost what was durable, `Unsupported` for another version, and those of the storage.
@@ -20,6 +20,9 @@ pub async fn listing(storage: &SharedStorage) -> Result<Vec<String>> {
             "row {number} {:032x} {:032x} {:032x} {has_record}",
             row.disk, row.named, row.newest
         ));
+    }
+    for word in state.ledger.regions.words() {
+        lines.push(format!("written {} {} {:016x}", word.key.row(), word.key.block(), word.bits));
     }
     for run in state.ledger.zeros.runs() {
         let (key, may_free) = (run.key, u8::from(run.may_free));

@@ -1,6 +1,6 @@
 //! The open transaction: what was published since the last seal, and how much of a record it takes.
 //!
-//! 1. About a block it says what holds at the end, once. About rows and runs it says every change, in order.
+//! 1. About a block it says what holds at the end, once. About rows, runs and regions it says every change, in order.
 //! 2. A record has room for all that may join: requests of guests have half of it, and write-back, admission and
 //!    eviction the rest, each its share. A share counts every change, also one that replaces another.
 //! 3. What only saves work later, such as a block that was read, waits for a record that is due for something
@@ -16,6 +16,8 @@ use crate::record::{Checks, Item};
 pub(crate) enum Share {
     /// A request of a guest.
     Guest,
+    /// A request that home gets too: it has the room of guests, and no flush waits for it.
+    Through,
     /// Write-back says that home has a block.
     Home,
     /// A block that was read gets a slot.
@@ -24,8 +26,21 @@ pub(crate) enum Share {
     Evict,
 }
 
+impl Share {
+    const fn index(self) -> usize {
+        match self {
+            Self::Guest | Self::Through => 0,
+            Self::Home => 1,
+            Self::Admit => 2,
+            Self::Evict => 3,
+        }
+    }
+}
+
 /// So many bytes of a record an item about a block takes at most.
 pub(crate) const PUT_BYTES: usize = 48;
+/// So many one that says no CRCs.
+pub(crate) const DROP_BYTES: usize = 16;
 /// So many an item about a run takes.
 pub(crate) const RUN_BYTES: usize = 24;
 /// So many an item about a row takes.
@@ -36,14 +51,14 @@ pub(crate) const RECORD_BYTES: usize = 64;
 /// What holds for a block at the end.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Change {
-    Put { slot: Slot, sectors: u8, dirty: bool, checks: Checks },
+    Put { slot: Slot, sectors: u8, dirty: bool, checks: Option<Checks> },
     Drop,
 }
 
 /// The open transaction.
 #[derive(Debug, Default)]
 pub(crate) struct Open {
-    /// Rows and runs.
+    /// Rows, runs and regions.
     ledger: Vec<Item>,
     blocks: BTreeMap<Key, Change>,
     /// Slices that change.
@@ -75,16 +90,26 @@ impl Open {
         self.blocks.contains_key(&key)
     }
 
+    /// Whether a put of the block that has not been sealed has checks.
+    pub(crate) fn has_checked(&self, key: Key) -> bool {
+        matches!(self.blocks.get(&key), Some(Change::Put { checks: Some(_), .. }))
+    }
+
+    /// Those of these blocks of which something has not been sealed.
+    pub(crate) fn keys_between(&self, first: Key, last: Key) -> impl Iterator<Item = Key> {
+        self.blocks.range(first..=last).map(|(key, _)| *key)
+    }
+
     /// The bytes of a share that are in use.
     pub(crate) fn bytes(&self, share: Share) -> usize {
-        self.bytes[share as usize]
+        self.bytes[share.index()]
     }
 
     /// How many bytes of a record a share may use.
     pub(crate) fn bytes_max(share: Share, record_bytes_max: usize) -> usize {
         let all = record_bytes_max - RECORD_BYTES;
         match share {
-            Share::Guest => all / 2,
+            Share::Guest | Share::Through => all / 2,
             Share::Home => all / 4,
             Share::Admit | Share::Evict => all / 8,
         }
@@ -103,9 +128,9 @@ impl Open {
         self.left.push(slot);
     }
 
-    /// Something about rows or runs, which the next flush writes.
+    /// Something about rows, runs or regions, which the next flush writes.
     pub(crate) fn note_ledger(&mut self, item: Item, share: Share) {
-        self.bytes[share as usize] += item.encoded_len();
+        self.bytes[share.index()] += item.encoded_len();
         self.slices.insert(0);
         self.is_urgent |= share == Share::Guest;
         self.ledger.push(item);
@@ -113,9 +138,9 @@ impl Open {
 
     /// What holds for a block from now on.
     pub(crate) fn note_block(&mut self, key: Key, slice: u32, change: Change, share: Share) {
-        self.bytes[share as usize] += match &change {
-            Change::Put { .. } => PUT_BYTES,
-            Change::Drop => 16,
+        self.bytes[share.index()] += match &change {
+            Change::Put { checks: Some(_), .. } => PUT_BYTES,
+            Change::Put { checks: None, .. } | Change::Drop => DROP_BYTES,
         };
         self.slices.insert(slice);
         self.is_urgent |= share == Share::Guest;
@@ -138,14 +163,15 @@ impl Open {
     pub(crate) fn take(&mut self) -> Taken {
         let open = std::mem::take(self);
         let keys = open.blocks.keys().copied().collect();
+        let is_checked = |change: &Change| matches!(change, Change::Put { checks: Some(_), .. });
+        let checked =
+            open.blocks.iter().filter(|(_, change)| is_checked(change)).map(|(key, _)| *key).collect();
         let mut items = open.ledger;
         items.extend(open.blocks.into_iter().map(|(key, change)| match change {
-            Change::Put { slot, sectors, dirty, checks } => {
-                Item::Put { key, slot, sectors, dirty, checks: Some(checks) }
-            }
+            Change::Put { slot, sectors, dirty, checks } => Item::Put { key, slot, sectors, dirty, checks },
             Change::Drop => Item::Drop { key },
         }));
-        Taken { items, keys, slices: open.slices, left: open.left }
+        Taken { items, keys, checked, slices: open.slices, left: open.left }
     }
 }
 
@@ -154,6 +180,8 @@ pub(crate) struct Taken {
     pub(crate) items: Vec<Item>,
     /// The blocks that have items, in order.
     pub(crate) keys: Vec<Key>,
+    /// Those of them whose slots the record checks.
+    pub(crate) checked: Vec<Key>,
     pub(crate) slices: BTreeSet<u32>,
     pub(crate) left: Vec<Slot>,
 }

@@ -13,7 +13,7 @@ use crate::session::Sessions;
 pub enum FlashPolicy {
     /// Writes go to flash, and home later. The image must be able to name a session.
     WriteBack,
-    /// Writes go to flash and home at the same time. Not there yet.
+    /// Writes go to flash and home at the same time. Home is always complete.
     WriteThrough,
     /// What is read is cached. Writes go home, and drop what is cached.
     ReadOnly,

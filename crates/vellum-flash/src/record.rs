@@ -8,7 +8,7 @@
 //! 1. [`Record::decode`] trusts nothing: lengths and counts are bounded by the bytes that are there, every slot,
 //!    row and key by what the cache can have.
 //! 2. Items are absolute: applied twice they say the same.
-//! 3. Items about runs and rows come first, in the order of their changes. Items about single blocks come after
+//! 3. Items about runs, rows and regions come first, in the order of their changes. Items about single blocks come after
 //!    them, one for a block at most.
 //!
 //! The text of this is `docs/format/flash.md`. What is copied to slices is in `slice`.
@@ -17,6 +17,7 @@ use smallvec::SmallVec;
 
 use crate::bytes::{be16, be32, be64, be128, put32, put64, put128};
 use crate::layout::{BLOCK_LEN, BLOCKS_MAX, Key, ROWS_MAX, SECTOR_LEN, Slot, has_good_crc};
+use crate::regions::{WORD_BYTES, Word};
 
 const MAGIC: u64 = 0x5645_4C4C_554D_4631; // "VELLUMF1"
 /// The length of a record's header.
@@ -127,8 +128,14 @@ pub(crate) enum Item {
     Unzero { key: Key, blocks: u64 },
     /// What the row says from now on.
     Row(Row),
-    /// The row is free; none of its blocks is cached or zero.
+    /// The row is free; none of its blocks is cached or zero, and none of its regions is written.
     NoRow(u16),
+    /// These regions are being written: home and flash may differ in them.
+    Written(Word),
+    /// These regions are not being written any more.
+    Settled(Word),
+    /// As before, and none of their blocks has a slot.
+    Void(Word),
 }
 
 mod kind {
@@ -138,6 +145,9 @@ mod kind {
     pub(super) const UNZERO: u8 = 4;
     pub(super) const ROW: u8 = 5;
     pub(super) const NO_ROW: u8 = 6;
+    pub(super) const WRITTEN: u8 = 7;
+    pub(super) const SETTLED: u8 = 8;
+    pub(super) const VOID: u8 = 9;
 }
 
 const DIRTY: u8 = 1;
@@ -153,6 +163,7 @@ impl Item {
             Self::Put { checks, .. } => BLOCK_ITEM_LEN + checks.as_ref().map_or(0, |checks| checks.len() * 4),
             Self::Drop { .. } => BLOCK_ITEM_LEN,
             Self::Zero { .. } | Self::Unzero { .. } => 24,
+            Self::Written(_) | Self::Settled(_) | Self::Void(_) => WORD_BYTES,
             Self::Row(_) => 8 + ROW_LEN,
             Self::NoRow(_) => 8,
         }
@@ -198,6 +209,9 @@ impl Item {
                 out.extend([kind::NO_ROW, 0, 0, 0, 0, 0]);
                 out.extend(number.to_be_bytes());
             }
+            Self::Written(word) => encode_word(kind::WRITTEN, *word, out),
+            Self::Settled(word) => encode_word(kind::SETTLED, *word, out),
+            Self::Void(word) => encode_word(kind::VOID, *word, out),
         }
     }
 
@@ -211,6 +225,10 @@ impl Item {
         let run = || {
             let (key, blocks) = (key_at(8)?, be64(bytes.get(16..24)?, 0));
             (blocks > 0 && blocks <= BLOCKS_MAX - key.block()).then_some((key, blocks))
+        };
+        let word = || {
+            let word = Word { key: key_at(8)?, bits: be64(bytes.get(16..24)?, 0) };
+            word.is_good().then_some(word)
         };
         Some(match head[0] {
             kind::PUT => {
@@ -238,9 +256,18 @@ impl Item {
             }
             kind::ROW if is_zero(1, 8) => Self::Row(Row::decode(&bytes[8..])?),
             kind::NO_ROW if is_zero(1, 6) && be16(head, 6) < ROWS_MAX => Self::NoRow(be16(head, 6)),
+            kind::WRITTEN if is_zero(1, 8) => Self::Written(word()?),
+            kind::SETTLED if is_zero(1, 8) => Self::Settled(word()?),
+            kind::VOID if is_zero(1, 8) => Self::Void(word()?),
             _ => return None,
         })
     }
+}
+
+fn encode_word(kind: u8, word: Word, out: &mut Vec<u8>) {
+    out.extend([kind, 0, 0, 0, 0, 0, 0, 0]);
+    out.extend(word.key.bits().to_be_bytes());
+    out.extend(word.bits.to_be_bytes());
 }
 
 /// What one commit says.
@@ -254,7 +281,7 @@ pub(crate) struct Record {
     pub(crate) durable: u64,
     /// The first record that some slice does not have yet.
     pub(crate) tail: u64,
-    /// Runs and rows first, then single blocks.
+    /// Runs, rows and regions first, then single blocks.
     pub(crate) items: Vec<Item>,
 }
 
@@ -356,6 +383,7 @@ mod tests {
 
     fn record() -> Record {
         let key = |block| Key::new(3, block);
+        let word = Word { key: Key::new(3, 1 << 20), bits: 5 };
         Record {
             id: 77,
             sequence: 9,
@@ -366,6 +394,9 @@ mod tests {
                 Item::Row(row()),
                 Item::Zero { key: key(5), blocks: 7, may_free: true },
                 Item::Unzero { key: key(6), blocks: 1 },
+                Item::Written(word),
+                Item::Settled(word),
+                Item::Void(Word { bits: u64::MAX, ..word }),
                 Item::Put { key: key(9), slot: Slot(99), sectors: 0xFF, dirty: true, checks: None },
                 Item::Put {
                     key: key(8),
@@ -434,7 +465,7 @@ mod tests {
             assert!(recoded(|bytes| put64(bytes, what, value)).is_none(), "{what}: {value}");
         }
         for (what, value) in
-            [(at::ITEMS, 6), (at::ITEMS, 8), (at::ITEMS, u32::MAX), (at::ZERO, 1), (at::LENGTH, 8192)]
+            [(at::ITEMS, 9), (at::ITEMS, 11), (at::ITEMS, u32::MAX), (at::ZERO, 1), (at::LENGTH, 8192)]
         {
             assert!(recoded(|bytes| put32(bytes, what, value)).is_none(), "{what}: {value}");
         }
@@ -450,6 +481,9 @@ mod tests {
         refused(vec![Item::Drop { key: Key::new(1022, 5) }]);
         refused(vec![Item::Zero { key: Key::new(1, 5), blocks: 0, may_free: true }]);
         refused(vec![Item::Unzero { key: Key::new(1, 5), blocks: BLOCKS_MAX - 4 }]);
+        refused(vec![Item::Written(Word { key: Key::new(1, 0), bits: 0 })]);
+        refused(vec![Item::Void(Word { key: Key::new(1, 1 << 14), bits: 1 })]);
+        refused(vec![Item::Settled(Word { key: Key::new(1022, 0), bits: 1 })]);
         refused(vec![Item::Put {
             key: Key::new(1, 5),
             slot: Slot(1),

@@ -21,7 +21,8 @@ use crate::bytes::{be32, be64};
 use crate::layout::{BLOCK_BYTES, BLOCK_LEN, Key, Layout, PLACE_BYTES, SLICE_HEADER_LEN, Superblock};
 use crate::map::{Entry, Map, decode_part};
 use crate::record::{Item, Record};
-use crate::slice::{Ledger, Slice};
+use crate::regions::{REGION_BLOCKS, Word};
+use crate::slice::{Ledger, PAIRS_MAX, Slice};
 use crate::slices::Slices;
 use crate::slots::Slots;
 use crate::state::Start;
@@ -249,7 +250,7 @@ fn apply(storage: &SharedStorage, image: &mut Image, as_of: &[u64]) -> Result<()
                     }
                 }
                 Item::Unzero { key, blocks } => {
-                    if lacks(0) && !ledger.zeros.remove(*key, *blocks) {
+                    if lacks(0) && !ledger.zeros.remove_found(*key, *blocks) {
                         return Err(refused(
                             storage,
                             &format!("record {sequence} has more runs than there may be"),
@@ -271,7 +272,30 @@ fn apply(storage: &SharedStorage, image: &mut Image, as_of: &[u64]) -> Result<()
                     }
                     if lacks(0) {
                         ledger.zeros.remove_row(*row);
+                        ledger.regions.remove_row(*row);
                         ledger.rows.remove(row);
+                    }
+                }
+                Item::Written(word) => {
+                    if lacks(0) {
+                        ledger.regions.add(*word);
+                    }
+                }
+                Item::Settled(word) => {
+                    if lacks(0) {
+                        ledger.regions.remove(*word);
+                    }
+                }
+                Item::Void(word) => {
+                    for region in word.regions() {
+                        let blocks = map.keys_between(region, REGION_BLOCKS);
+                        for gone in blocks.into_iter().filter(lacks_key) {
+                            map.remove(gone);
+                            slices.touch(layout.slice_of(gone), sequence);
+                        }
+                    }
+                    if lacks(0) {
+                        ledger.regions.remove(*word);
                     }
                 }
             }
@@ -283,7 +307,8 @@ fn apply(storage: &SharedStorage, image: &mut Image, as_of: &[u64]) -> Result<()
     Ok(())
 }
 
-/// No two blocks have one slot, none has a slot and a run, and each has a row.
+/// No two blocks have one slot, none has a slot and a run, and each has a row. Nothing dirty is in a region that counts as
+/// written.
 fn validate(storage: &SharedStorage, image: &mut Image) -> Result<()> {
     for (key, entry) in image.map.entries() {
         let which = || format!("block {} of disk {}", key.block(), key.row());
@@ -293,9 +318,19 @@ fn validate(storage: &SharedStorage, image: &mut Image) -> Result<()> {
         if image.ledger.zeros.get(key).is_some() {
             return Err(refused(storage, &format!("{} has a slot and is zero", which())));
         }
+        if entry.dirty && image.ledger.regions.has(key) {
+            return Err(refused(storage, &format!("{} is dirty, and its region counts as written", which())));
+        }
         if !image.ledger.rows.contains_key(&key.row()) {
             return Err(refused(storage, &format!("{} has no row", which())));
         }
+    }
+    if image.ledger.regions.len() + image.ledger.zeros.len() > PAIRS_MAX {
+        return Err(refused(storage, "there are more regions than there may be"));
+    }
+    let has_row = |word: &Word| image.ledger.rows.contains_key(&word.key.row());
+    if let Some(word) = image.ledger.regions.words().find(|word| !has_row(word)) {
+        return Err(refused(storage, &format!("a region of disk {} has no row", word.key.row())));
     }
     match image.ledger.zeros.runs().find(|run| !image.ledger.rows.contains_key(&run.key.row())) {
         Some(run) => Err(refused(storage, &format!("a run of zeros of disk {} has no row", run.key.row()))),
@@ -331,6 +366,7 @@ pub(crate) fn start_of(image: Image) -> Start {
     };
     Start {
         id: image.superblock.id,
+        features: image.superblock.features,
         layout,
         map: image.map,
         slots: image.slots,

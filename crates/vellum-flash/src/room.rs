@@ -83,6 +83,12 @@ impl FlashCache {
         }
     }
 
+    /// The same for bytes of the record alone, which no home can hold up.
+    pub(crate) async fn promise_bytes(&self, home: &Home, need: Need) -> Result<Promise<'_>> {
+        debug_assert!(need.slots == 0 && need.runs == 0);
+        self.promise(home, need).await
+    }
+
     /// Whether something has to be written home.
     fn needs_home(&self, short: Short) -> bool {
         let is_full = short.slots && !short.bytes && !self.state().has_flash_room();

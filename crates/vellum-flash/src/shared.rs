@@ -92,6 +92,7 @@ pub(crate) struct Tally {
     pub(crate) slot_writes: AtomicU64,
     pub(crate) admit_writes: AtomicU64,
     pub(crate) errors: AtomicU64,
+    pub(crate) passed: AtomicU64,
 }
 
 /// A disk of the cache, shared by those who use it.
@@ -104,6 +105,12 @@ pub(crate) struct Home {
     pub(crate) sessions: Option<Arc<dyn Sessions>>,
     /// The number of this opening is in the row and in the image.
     pub(crate) has_begun: AtomicBool,
+    /// `DiskOptions::trusts_home`.
+    pub(crate) trusts_home: bool,
+    /// Flash has failed under writethrough, and nothing of it counts for the disk any more.
+    pub(crate) is_alone: AtomicBool,
+    /// A flush of home has failed under writethrough.
+    pub(crate) has_lost_flush: AtomicBool,
     pub(crate) beginning: async_lock::Mutex<()>,
     /// Held by the one write-back that is under way.
     pub(crate) writing_back: async_lock::Mutex<()>,

@@ -14,10 +14,11 @@
 
 use std::collections::BTreeMap;
 
-use crate::bytes::{be32, be64, be128, put32, put64, put128};
+use crate::bytes::{be16, be32, be64, be128, put32, put64, put128};
 use crate::layout::{BLOCK_LEN, BLOCKS_MAX, Key, PAYLOAD_MAX, ROWS_MAX, SLICE_HEADER_LEN, has_good_crc};
 use crate::record::{ROW_LEN, Row};
-use crate::zeros::{RUNS_MAX, Run, Zeros};
+use crate::regions::{Regions, WORDS_MAX, Word};
+use crate::zeros::{RUNS_FOUND_MAX, Run, Zeros};
 
 const MAGIC: u64 = 0x5645_4C4C_554D_4632; // "VELLUMF2"
 
@@ -30,6 +31,9 @@ mod at {
     pub(super) const LENGTH: usize = 40;
     pub(super) const ZERO: usize = 44;
 }
+
+/// Runs of zeros and words of regions in a ledger, together: beside all rows, no more have room.
+pub(crate) const PAIRS_MAX: usize = RUNS_FOUND_MAX;
 
 /// A slice.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -80,11 +84,13 @@ impl Slice {
     }
 }
 
-/// Rows and runs.
+/// Rows, regions and runs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Ledger {
     /// The disks that the cache knows, by their numbers.
     pub(crate) rows: BTreeMap<u16, Row>,
+    /// The regions that count as written.
+    pub(crate) regions: Regions,
     /// The blocks that are zero.
     pub(crate) zeros: Zeros,
 }
@@ -92,9 +98,17 @@ pub(crate) struct Ledger {
 impl Ledger {
     /// The payload of slice 0.
     pub(crate) fn encode(&self) -> Vec<u8> {
-        let mut payload = Vec::with_capacity(4 + self.rows.len() * ROW_LEN + self.zeros.len() * 16);
-        payload.extend(u32::try_from(self.rows.len()).expect("at most 1022 rows").to_be_bytes());
+        let count =
+            |count: usize| u16::try_from(count).expect("at most 1022 rows, and 512 words").to_be_bytes();
+        let pairs = self.zeros.len() + self.regions.len();
+        let mut payload = Vec::with_capacity(4 + self.rows.len() * ROW_LEN + pairs * 16);
+        payload.extend(count(self.regions.len()));
+        payload.extend(count(self.rows.len()));
         payload.extend(self.rows.values().flat_map(Row::encode));
+        for word in self.regions.words() {
+            payload.extend(word.key.bits().to_be_bytes());
+            payload.extend(word.bits.to_be_bytes());
+        }
         for run in self.zeros.runs() {
             payload.extend(run.key.bits().to_be_bytes());
             payload.extend((run.blocks << 1 | u64::from(run.may_free)).to_be_bytes());
@@ -102,25 +116,33 @@ impl Ledger {
         payload
     }
 
-    /// The ledger in the payload of slice 0. `None` when it is none: a row or a block twice, more of them than there
-    /// may be, bytes at the end.
+    /// The ledger in the payload of slice 0. `None` when it is none: a row, a region or a block twice, more of them than
+    /// there may be, bytes at the end.
     pub(crate) fn decode(payload: &[u8]) -> Option<Self> {
         let mut ledger = Self::default();
         if payload.is_empty() {
             return Some(ledger);
         }
-        let count = be32(payload.get(..4)?, 0);
-        if count > u32::from(ROWS_MAX) {
+        let (words, count) = (usize::from(be16(payload.get(..4)?, 0)), be16(payload, 2));
+        if count > ROWS_MAX || words > WORDS_MAX {
             return None;
         }
-        let (rows, runs) = payload[4..].split_at_checked(count as usize * ROW_LEN)?;
+        let (rows, rest) = payload[4..].split_at_checked(usize::from(count) * ROW_LEN)?;
+        let (words, runs) = rest.split_at_checked(words * 16)?;
         for row in rows.chunks_exact(ROW_LEN) {
             let row = Row::decode(row)?;
             if ledger.rows.insert(row.number, row).is_some() {
                 return None;
             }
         }
-        if !runs.len().is_multiple_of(16) || runs.len() / 16 > RUNS_MAX {
+        for word in words.chunks_exact(16) {
+            let word = Word { key: Key::from_bits(be64(word, 0)), bits: be64(word, 8) };
+            if word.key.row() >= ROWS_MAX || !word.is_good() || ledger.regions.has_word(word.key) {
+                return None;
+            }
+            ledger.regions.add(word);
+        }
+        if !runs.len().is_multiple_of(16) || runs.len() / 16 + ledger.regions.len() > PAIRS_MAX {
             return None;
         }
         for run in runs.chunks_exact(16) {
@@ -154,6 +176,9 @@ mod tests {
         }
         for (key, may_free) in [(Key::new(7, 3), true), (Key::new(7, 90), false)] {
             assert!(ledger.zeros.add(Run { key, blocks: 20, may_free }));
+        }
+        for (key, bits) in [(Key::new(7, 0), 1 << 63), (Key::new(7, 1 << 20), 5)] {
+            ledger.regions.add(Word { key, bits });
         }
         ledger
     }
@@ -197,7 +222,10 @@ mod tests {
         for number in 0..ROWS_MAX {
             full.rows.insert(number, Row { number, has_record: true, disk: 1, named: 2, newest: 3 });
         }
-        for n in 0..RUNS_MAX as u64 {
+        for n in 0..WORDS_MAX as u64 {
+            full.regions.add(Word { key: Key::new(1, n << 20), bits: 1 });
+        }
+        for n in 0..(PAIRS_MAX - WORDS_MAX) as u64 {
             assert!(full.zeros.restore(Run { key: Key::new(1, n * 2), blocks: 1, may_free: false }));
         }
         assert!(full.encode().len() <= PAYLOAD_MAX);
@@ -208,7 +236,8 @@ mod tests {
     fn what_no_cache_writes_is_refused() {
         let bytes = ledger().encode();
         for len in 1..bytes.len() {
-            let is_whole = len >= 4 + 3 * ROW_LEN && (len - 4 - 3 * ROW_LEN).is_multiple_of(16);
+            let before = 4 + 3 * ROW_LEN + 2 * 16;
+            let is_whole = len >= before && (len - before).is_multiple_of(16);
             assert_eq!(Ledger::decode(&bytes[..len]).is_some(), is_whole, "cut to {len}");
         }
         let with = |at: usize, value: &[u8]| {
@@ -216,7 +245,13 @@ mod tests {
             bytes[at..at + value.len()].copy_from_slice(value);
             Ledger::decode(&bytes)
         };
-        let runs = 4 + 3 * ROW_LEN;
+        let words = 4 + 3 * ROW_LEN;
+        assert!(with(words + 16, &bytes[words..words + 8]).is_none(), "a region twice");
+        assert!(with(words + 8, &[0; 8]).is_none(), "a word of none");
+        assert!(with(words + 6, &[1]).is_none(), "a word that does not begin 64 regions");
+        assert!(with(words, &[255, 0]).is_none(), "a word of no row");
+        assert!(with(0, &[2, 1]).is_none(), "more words than there may be");
+        let runs = words + 2 * 16;
         assert!(with(4 + ROW_LEN, &[0, 0]).is_none(), "a row twice");
         assert!(with(4, &[4, 0]).is_none(), "a row that has no number");
         assert!(with(0, &[0, 0, 0, 2]).is_none(), "another number of rows");

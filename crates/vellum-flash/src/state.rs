@@ -19,27 +19,31 @@
 //!    gets slots without any other disk's blocks going home. The same holds for runs of zeros. Reserves are a half
 //!    of all, in equal parts. A disk that has nothing may have what is free.
 //!
-//! Nothing here reads or writes flash, and nothing waits.
+//! Nothing here reads or writes flash, and nothing waits. Rows are in `rows`, regions in `written`.
+
+mod rows;
+mod written;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use vellum_core::{Error, Result};
 use vellum_format::commit::{Epochs, Ring};
 
-use crate::layout::{Key, Layout, ROWS_MAX, SECTORS_ALL, Slot};
-use crate::map::{Entry, Map};
+use crate::layout::{Key, Layout, SECTORS_ALL, Slot};
+use crate::map::{self, Map};
 use crate::open::{Change, Open, Share};
 use crate::policy::{Policy, Replacement};
-use crate::record::{Checks, Item, Record, Row};
+use crate::record::{Checks, Item, Record};
+use crate::regions::Uses;
 use crate::slice::{Ledger, Slice};
 use crate::slices::Slices;
 use crate::slots::Slots;
-use crate::zeros::{RUNS_MAX, Run};
+use crate::zeros::{RUNS_FOR_NEW, RUNS_MAX, Run};
+
+pub(crate) use written::Entry;
 
 /// Each seal copies at least this many slices when the ring fills.
 const COPIES_MIN: u64 = 4;
-/// New runs of zeros are promised up to here; the rest of the table is for runs that are split.
-const NEW_RUNS_MAX: usize = RUNS_MAX / 2;
 
 /// A search for dirty blocks passes at most this many groups at once.
 const DIRTY_GROUPS_AT_ONCE: usize = 4096;
@@ -104,6 +108,8 @@ pub(crate) struct Sealed {
 pub(crate) struct State {
     pub(crate) layout: Layout,
     id: u128,
+    /// Those of the superblock.
+    pub(crate) features: u64,
     pub(crate) map: Map,
     pub(crate) ledger: Ledger,
     pub(crate) slots: Slots,
@@ -111,8 +117,10 @@ pub(crate) struct State {
     dirty: BTreeMap<Key, u32>,
     counts: BTreeMap<u16, Counts>,
     open: Open,
-    /// Blocks of the record on its way, and of the newest durable one, in order.
+    /// Blocks of the record on its way, in order; those of them whose slots it checks; and those that the newest durable
+    /// record checks.
     sealed: Vec<Key>,
+    sealed_checked: Vec<Key>,
     newest: Vec<Key>,
     /// The last record that was sealed, and the last durable one.
     pub(crate) sequence: u64,
@@ -132,11 +140,14 @@ pub(crate) struct State {
     pub(crate) now: u32,
     /// Rows whose newest number may not have reached the image.
     undecided: BTreeSet<u16>,
+    /// Who writes in the regions that count as written.
+    uses: Uses,
 }
 
 /// What a recovery, or a creation, begins with.
 pub(crate) struct Start {
     pub(crate) id: u128,
+    pub(crate) features: u64,
     pub(crate) layout: Layout,
     pub(crate) map: Map,
     pub(crate) ledger: Ledger,
@@ -177,10 +188,11 @@ fn exceeds(
 
 impl State {
     pub(crate) fn new(start: Start) -> Self {
-        let Start { id, layout, map, ledger, slots, sequence, mut newest, records, slices } = start;
+        let Start { id, features, layout, map, ledger, slots, sequence, mut newest, records, slices } = start;
         newest.sort_unstable();
         let mut state = Self {
             id,
+            features,
             layout,
             map,
             ledger,
@@ -189,6 +201,7 @@ impl State {
             counts: BTreeMap::new(),
             open: Open::default(),
             sealed: Vec::new(),
+            sealed_checked: Vec::new(),
             newest,
             sequence,
             durable: sequence,
@@ -202,6 +215,7 @@ impl State {
             policy: Replacement::default().policy(layout.slots as usize),
             now: 0,
             undecided: BTreeSet::new(),
+            uses: Uses::default(),
         };
         for part in 0..layout.parts {
             let (dirty, counts) = (&mut state.dirty, &mut state.counts);
@@ -243,7 +257,7 @@ impl State {
 
     pub(crate) fn find(&self, key: Key) -> Found {
         match self.map.get(key) {
-            Some(Entry { slot, sectors, dirty }) => Found::Slot { slot, sectors, dirty },
+            Some(map::Entry { slot, sectors, dirty }) => Found::Slot { slot, sectors, dirty },
             None if self.ledger.zeros.is_empty() || self.ledger.zeros.get(key).is_none() => Found::Home,
             None => Found::Zero,
         }
@@ -257,6 +271,13 @@ impl State {
     /// Whether a record after that of the block's entry is durable.
     pub(crate) fn is_proven(&self, key: Key) -> bool {
         self.is_durable(key) && self.newest.binary_search(&key).is_err()
+    }
+
+    /// Whether the slot of a clean block may be overwritten with what home gets too: no recovery verifies it.
+    pub(crate) fn is_unchecked(&self, key: Key) -> bool {
+        !self.open.has_checked(key)
+            && self.sealed_checked.binary_search(&key).is_err()
+            && self.newest.binary_search(&key).is_err()
     }
 
     pub(crate) fn counts(&self, row: u16) -> Counts {
@@ -301,7 +322,7 @@ impl State {
             }
             for index in 0..crate::layout::GROUP_BLOCKS {
                 let key = group.plus(index);
-                if let Some(Entry { slot, sectors, dirty: true }) = self.map.get(key)
+                if let Some(map::Entry { slot, sectors, dirty: true }) = self.map.get(key)
                     && key.block() >= from
                     && found.len() < most
                 {
@@ -320,7 +341,7 @@ impl State {
     /// Whether a disk can have this at once; if not, what is short. `open` are the rows of the open disks.
     pub(crate) fn short_of(&self, row: u16, need: Need, open: &[u16]) -> Option<Short> {
         let bytes_max = Open::bytes_max(Share::Guest, self.record_bytes_max());
-        let runs_max = if need.is_zero { NEW_RUNS_MAX } else { RUNS_MAX };
+        let runs_max = if need.is_zero { RUNS_FOR_NEW } else { RUNS_MAX };
         let runs = self.ledger.zeros.len() + self.promised.runs + need.runs;
         let short = Short {
             slots: self.slots.free() < self.promised.slots + need.slots,
@@ -411,6 +432,12 @@ impl State {
         (spare && has_room).then(|| self.slots.take(self.map.segment_for(key))).flatten()
     }
 
+    /// A slot for a block that is written through, unless slots are short.
+    pub(crate) fn take_for_through(&mut self, key: Key) -> Option<Slot> {
+        let spare = self.slots.free() > self.promised.slots + self.low_water();
+        (spare && self.full_part(key).is_none()).then(|| self.slots.take(self.map.segment_for(key))).flatten()
+    }
+
     /// Below this many free slots, clean blocks give up theirs.
     pub(crate) fn low_water(&self) -> u32 {
         (self.slots.total() / 32).min(4096)
@@ -448,7 +475,7 @@ impl State {
         self.open.note_left(slot);
     }
 
-    fn forget(&mut self, key: Key) -> Option<Entry> {
+    fn forget(&mut self, key: Key) -> Option<map::Entry> {
         let entry = self.map.remove(key)?;
         let counts = self.counts.entry(key.row()).or_default();
         counts.blocks -= 1;
@@ -484,7 +511,7 @@ impl State {
         slot: Slot,
         sectors: u8,
         dirty: bool,
-        checks: Checks,
+        checks: Option<Checks>,
         share: Share,
     ) {
         self.note_record(key.row(), share);
@@ -492,7 +519,7 @@ impl State {
             assert!(self.ledger.zeros.remove(key, 1), "a split was promised");
             self.open.note_ledger(Item::Unzero { key, blocks: 1 }, share);
         }
-        let old = self.map.put(key, Entry { slot, sectors, dirty });
+        let old = self.map.put(key, map::Entry { slot, sectors, dirty });
         let counts = self.counts.entry(key.row()).or_default();
         match old {
             Some(old) => counts.dirty -= u64::from(old.dirty),
@@ -540,7 +567,7 @@ impl State {
             self.open.forget_block(key);
         }
         self.open.forget_blocks(key, blocks);
-        assert!(self.ledger.zeros.restore(run), "runs were promised");
+        assert!(self.ledger.zeros.put(run), "runs were promised");
         self.open.note_ledger(Item::Zero { key, blocks, may_free }, Share::Guest);
     }
 
@@ -604,72 +631,6 @@ impl State {
             self.drop_block(*key, Share::Evict);
         }
         victims.len()
-    }
-
-    // Rows.
-
-    pub(crate) fn row_of(&self, disk: u128) -> Option<Row> {
-        self.ledger.rows.values().find(|row| row.disk == disk).copied()
-    }
-
-    /// A new row for the disk.
-    pub(crate) fn add_row(&mut self, disk: u128) -> Result<Row> {
-        let free = (0..ROWS_MAX).find(|number| !self.ledger.rows.contains_key(number));
-        let Some(number) = free else {
-            let why = format!(
-                "the flash cache knows {ROWS_MAX} disks already: forget one of them with `vellum flash forget`"
-            );
-            return Err(Error::new(vellum_core::ErrorKind::NoSpace, why));
-        };
-        let row = Row { number, has_record: false, disk, named: 0, newest: 0 };
-        self.set_row(row);
-        Ok(row)
-    }
-
-    pub(crate) fn set_row(&mut self, row: Row) {
-        self.ledger.rows.insert(row.number, row);
-        self.open.note_ledger(Item::Row(row), Share::Guest);
-    }
-
-    /// The row has a new number, which the image does not name yet. Until it does, no block is published: a record would
-    /// void the number that the image still names.
-    pub(crate) fn begin_row(&mut self, row: Row) {
-        self.undecided.insert(row.number);
-        self.set_row(row);
-    }
-
-    /// The image that is opened names the newest number of the row, and that is the only one which counts.
-    pub(crate) fn decide_row(&mut self, row: Row) {
-        self.undecided.remove(&row.number);
-        if self.ledger.rows.get(&row.number) != Some(&row) {
-            self.set_row(row);
-        }
-    }
-
-    /// The image names the newest number of the row. The next commit says so, also when all that was written until then
-    /// lies in place and needs no record: a copy that names the number before must not count after a flush.
-    pub(crate) fn row_has_begun(&mut self, row: u16) {
-        self.undecided.remove(&row);
-        self.note_record(row, Share::Guest);
-    }
-
-    /// Whether a block of the disk must not be published now.
-    pub(crate) fn is_undecided(&self, row: u16) -> bool {
-        self.undecided.contains(&row)
-    }
-
-    /// Nothing of the disk is cached any more, and its row is free.
-    pub(crate) fn remove_row(&mut self, row: u16) {
-        let keys = self.map.keys_between(Key::new(row, 0), crate::layout::BLOCKS_MAX);
-        for key in keys {
-            self.forget(key);
-        }
-        self.open.forget_blocks(Key::new(row, 0), crate::layout::BLOCKS_MAX);
-        self.ledger.zeros.remove_row(row);
-        self.ledger.rows.remove(&row);
-        self.counts.remove(&row);
-        self.undecided.remove(&row);
-        self.open.note_ledger(Item::NoRow(row), Share::Guest);
     }
 
     // A commit.
@@ -737,14 +698,15 @@ impl State {
             };
             self.copied.push(Slice { number, as_of: sequence, payload });
         }
-        (self.sealed, self.left) = (taken.keys, taken.left);
+        (self.sealed, self.sealed_checked, self.left) = (taken.keys, taken.checked, taken.left);
         Ok(Some(Sealed { record, at, slices }))
     }
 
     /// The record, and the slices that were written with it, are durable.
     pub(crate) fn settle(&mut self, sealed: &Sealed, epochs: &Epochs) {
         self.durable = sealed.record.sequence;
-        self.newest = std::mem::take(&mut self.sealed);
+        self.sealed = Vec::new();
+        self.newest = std::mem::take(&mut self.sealed_checked);
         for (slice, _) in &sealed.slices {
             self.slices.note_written(slice.number);
         }
@@ -785,6 +747,7 @@ impl State {
             + self.policy.memory_bytes()
             + self.slots.memory_bytes()
             + self.slices.memory_bytes()
+            + self.uses.memory_bytes()
             + (self.dirty.len() * 24) as u64
     }
 }

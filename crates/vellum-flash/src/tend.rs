@@ -1,7 +1,7 @@
 //! What is done in the background, a little at a time: slots for what was read, and write-back.
 //!
 //! ```text
-//!   tend ─► spare slots ─┬─► disk: admit ► write home     each by itself
+//!   tend ─► spare slots ─┬─► disk: admit ► settle regions ► write home     each by itself
 //!                        ├─► disk: …                      one that is still under way is left alone
 //!                        └─► disk: …
 //! ```
@@ -18,7 +18,8 @@ use std::time::Duration;
 use vellum_core::{Error, LocalFuture, Result, join_all, lock};
 
 use crate::layout::{BLOCK_BYTES, BLOCKS_MAX};
-use crate::open::{PUT_BYTES, Share};
+use crate::open::{Open, PUT_BYTES, Share};
+use crate::options::FlashPolicy;
 use crate::shared::{FlashCache, Home};
 
 /// The background does at most this much at a time, for each disk.
@@ -31,6 +32,8 @@ struct Round {
     /// Groups that were dirty then go home; none while there is no need.
     until: Option<u32>,
     is_much: bool,
+    /// Regions that nobody has entered since then are settled.
+    settles: Option<u32>,
 }
 
 /// A disk that is being tended, and how much of the rate it has.
@@ -66,6 +69,11 @@ impl Tended {
     async fn step(mut self, round: Round) -> bool {
         let home = self.home.clone();
         let mut has_more = home.admit_some().await;
+        if let Some(until) = round.settles
+            && home.policy() == FlashPolicy::WriteThrough
+        {
+            let _settled = home.noting(home.settle_through(until).await);
+        }
         let Some(until) = round.until.filter(|_| self.bytes > 0) else { return has_more };
         let from = home.hand.load(Ordering::Relaxed);
         // An error is kept, and it is tried again. What asks for room, and a close, get the error themselves.
@@ -112,9 +120,11 @@ impl FlashCache {
         }
         let seconds = u32::try_from(now.as_secs()).unwrap_or(u32::MAX - 1);
         self.state().now = seconds;
-        if self.fetched_bytes.load(Ordering::Relaxed) > 0 {
+        let is_through = |home: &Arc<Home>| home.policy() == FlashPolicy::WriteThrough;
+        let is_fetched = self.fetched_bytes.load(Ordering::Relaxed) > 0;
+        if is_fetched || self.homes().iter().any(is_through) {
             // An error has stopped the cache, which is met elsewhere.
-            let _made = self.make_spare().await;
+            let _made = self.make_spare(if is_fetched { 16 } else { 0 }).await;
         }
         let is_much = {
             let state = self.state();
@@ -124,7 +134,9 @@ impl FlashCache {
         let age = u32::try_from(self.options.age.as_secs()).unwrap_or(u32::MAX);
         let until = if is_much { Some(u32::MAX) } else { seconds.checked_sub(age) };
         self.earn(now);
-        let round = Round { until, is_much };
+        let settles =
+            if self.state().is_full_of_regions() { Some(seconds) } else { seconds.checked_sub(age) };
+        let round = Round { until, is_much, settles };
         self.homes().into_iter().filter_map(|home| self.take_up(home)).map(|tended| (tended, round)).collect()
     }
 
@@ -143,19 +155,20 @@ impl FlashCache {
         Some(Tended { home, bytes })
     }
 
-    /// For blocks that were read: clean ones give up their slots, and what waits for a record gets one when its share
-    /// of the next is used up.
-    async fn make_spare(&self) -> Result<()> {
+    /// For blocks that were read, or are written through: clean ones give up their slots, this many more than would be
+    /// missed; and what waits for a record gets one when its share of the next is used up.
+    async fn make_spare(&self, more: u32) -> Result<()> {
         let is_due = {
             let mut state = self.state();
             state.reclaim(&self.epochs);
-            let wanted = 2 * state.low_water() + 16;
+            let wanted = 2 * state.low_water() + more;
             let short = wanted.saturating_sub(state.free_unpromised() + state.leaving_slots());
             if short > 0 && state.slots.taken() > 0 {
                 state.evict(short as usize);
             }
             let is_short = short > 0 && state.has_left();
-            is_short || state.room_for(Share::Admit) < 16 * PUT_BYTES
+            let room = Open::bytes_max(Share::Through, state.record_bytes_max()) / 4;
+            is_short || state.room_for(Share::Admit) < 16 * PUT_BYTES || state.room_for(Share::Through) < room
         };
         if is_due && self.state().has_open() { self.commit_all().await } else { Ok::<(), Error>(()) }
     }

@@ -5,9 +5,10 @@
 //! ```
 //!
 //! 1. Runs do not overlap, and neighbours of one disk that say the same are one run.
-//! 2. There are at most [`RUNS_MAX`]. New runs are taken up to half of that; the other half is for those that
+//! 2. There are at most [`RUNS_MAX`]. New runs are taken up to two thirds of that; the rest is for those that
 //!    arise when a run is split, so a write into a run finds room for the split as long as runs go home
-//!    when half of the table is used.
+//!    when two thirds of the table are used. An older cache may have more, up to [`RUNS_FOUND_MAX`]; then there is no
+//!    room until some have gone.
 //! 3. An operation that finds no room changes nothing.
 //! 4. A run stays within its disk.
 
@@ -16,10 +17,11 @@ use std::collections::BTreeMap;
 use crate::layout::{BLOCKS_MAX, Key};
 
 /// The most runs in the table.
-pub(crate) const RUNS_MAX: usize = 2048;
+pub(crate) const RUNS_MAX: usize = 1536;
+/// The most that are found on flash.
+pub(crate) const RUNS_FOUND_MAX: usize = 2048;
 /// From this number of runs on, none is added that makes them more.
-#[cfg(test)]
-const RUNS_FOR_NEW: usize = RUNS_MAX / 2;
+pub(crate) const RUNS_FOR_NEW: usize = 1024;
 
 /// Neighbouring blocks that are zero.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -95,11 +97,16 @@ impl Zeros {
     }
 
     /// These blocks are zero from now on, and say so themselves. False, and nothing is changed, when the table is full.
-    /// A caller promises new runs no more than half of the table; a recovery finds room for all that had room. Panics when
-    /// the run is empty or leaves its disk.
+    /// A caller promises new runs no more than [`RUNS_FOR_NEW`]. Panics when the run is empty or leaves its disk.
+    #[must_use]
+    pub(crate) fn put(&mut self, run: Run) -> bool {
+        self.change(run.key, run.blocks, Some(run.may_free), RUNS_MAX)
+    }
+
+    /// The same for what is found on flash: all has room that had.
     #[must_use]
     pub(crate) fn restore(&mut self, run: Run) -> bool {
-        self.change(run.key, run.blocks, Some(run.may_free), RUNS_MAX)
+        self.change(run.key, run.blocks, Some(run.may_free), RUNS_FOUND_MAX)
     }
 
     /// These blocks are in no run from now on. False, and nothing is changed, when a run has to be split and the
@@ -107,6 +114,12 @@ impl Zeros {
     #[must_use]
     pub(crate) fn remove(&mut self, key: Key, blocks: u64) -> bool {
         self.change(key, blocks, None, RUNS_MAX)
+    }
+
+    /// The same as a record on flash says it.
+    #[must_use]
+    pub(crate) fn remove_found(&mut self, key: Key, blocks: u64) -> bool {
+        self.change(key, blocks, None, RUNS_FOUND_MAX)
     }
 
     /// The runs of a disk are gone.
@@ -208,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn half_of_the_table_is_for_splits() {
+    fn a_third_of_the_table_is_for_splits() {
         let mut zeros = Zeros::default();
         let mut added = 0;
         while zeros.takes_new() {
@@ -218,7 +231,7 @@ mod tests {
         assert_eq!(added, 1024);
         assert!(!zeros.add(run(added * 100, 10, false)), "a new run");
         assert!(zeros.add(run(0, 11, false)), "one that grows");
-        for n in 0..1024 {
+        for n in 0..512 {
             assert!(zeros.takes_splits(1));
             assert!(zeros.remove(Key::new(1, n * 100 + 5), 1), "split {n}");
         }

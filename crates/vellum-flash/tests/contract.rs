@@ -8,7 +8,7 @@ use std::cell::RefCell;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use common::{Owner, cache_on, over};
+use common::{Owner, cache_on, over_with};
 use futures_lite::future::block_on;
 use vellum_core::contract::{self, DiskFixture};
 use vellum_core::{
@@ -19,6 +19,7 @@ struct Cached {
     slots: u64,
     tends: bool,
     keeps: bool,
+    policy: vellum_flash::FlashPolicy,
     base: Option<Vec<u8>>,
     made: RefCell<Option<(Arc<MemoryStorage>, Arc<MemoryDisk>)>>,
 }
@@ -26,14 +27,15 @@ struct Cached {
 impl Cached {
     fn new(slots: u64, tends: bool, keeps: bool, has_base: bool) -> Self {
         let base = has_base.then(|| (0..700_001u32).map(|i| u8::try_from(i % 253 + 1).unwrap()).collect());
-        Self { slots, tends, keeps, base, made: RefCell::default() }
+        let policy = vellum_flash::FlashPolicy::WriteBack;
+        Self { slots, tends, keeps, policy, base, made: RefCell::default() }
     }
 
     async fn open(&self) -> Result<SharedDisk> {
         let (flash, home) = self.made.borrow().clone().expect("made before");
         let flash = flash as SharedStorage;
         let cache = cache_on(&flash, self.slots, 1).await?;
-        let disk = over(&cache, 1, CheckedDisk::new(home)).await?;
+        let disk = over_with(&cache, 1, CheckedDisk::new(home), self.policy).await?;
         let keeps = self.keeps.then(|| disk.clone());
         let owner = Owner { cache, disk, tends: self.tends, keeps, now: AtomicU64::new(0) };
         Ok(CheckedDisk::new(Arc::new(owner)))
@@ -99,6 +101,20 @@ fn slots_for_all() {
 #[test]
 fn dirty_blocks_that_stay() {
     suite(1000, true, true);
+}
+
+#[test]
+fn written_through() {
+    let policy = vellum_flash::FlashPolicy::WriteThrough;
+    for (slots, tends) in [(9, false), (13, true), (100, true), (1000, false)] {
+        for has_base in [false, true] {
+            block_on(contract::disk(&Cached { policy, ..Cached::new(slots, tends, false, has_base) }));
+        }
+    }
+    for seed in 0..6 {
+        let fixture = Cached { policy, ..Cached::new(20 + 60 * seed, seed % 2 == 0, false, seed % 2 == 1) };
+        block_on(contract::disk_random_operations(&fixture, (1 << 20) + 512 * seed, 100 + seed, 600));
+    }
 }
 
 #[test]

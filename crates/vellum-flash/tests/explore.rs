@@ -76,6 +76,21 @@ fn two_disks_with_two_guests_each() {
 }
 
 #[test]
+fn written_through() {
+    let through = Setup { through_from: 0, ..Setup::usual(16) };
+    all("written through, few slots", &Setup { steps: 60, ..Setup { slots: 9, ..through.clone() } }, 20);
+    all("written through", &Setup { steps: 60, ..through.clone() }, 20);
+    all("written through, two guests", &Setup { guests: 2, steps: 25, ..through }, 30);
+}
+
+#[test]
+fn written_through_beside_written_back() {
+    let both = Setup { disks: 2, through_from: 1, guests: 2, steps: 14, blocks: 10, ..Setup::usual(20) };
+    all("through beside back", &both, 30);
+    all("through beside back, faults", &Setup { faults: true, ..both }, 30);
+}
+
+#[test]
 fn what_fails_and_then_crashes() {
     all("faults", &Setup { faults: true, ..Setup::usual(12) }, 60);
     all(

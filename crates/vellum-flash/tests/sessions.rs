@@ -516,7 +516,7 @@ fn a_close_that_is_cut_off_anywhere_leaves_an_image_that_its_cache_opens() {
 #[test]
 fn a_copy_of_a_closed_image_has_nothing_of_what_was_written_since() {
     block_on(async {
-        for policy in [FlashPolicy::WriteBack, FlashPolicy::ReadOnly] {
+        for policy in [FlashPolicy::WriteBack, FlashPolicy::WriteThrough, FlashPolicy::ReadOnly] {
             let (flash, image) = (Flash::new(), Image::new(1));
             let cache = flash.open().await;
             let disk = image.open(&cache).await.unwrap();
@@ -557,6 +557,71 @@ fn a_copy_from_write_back_is_refused_when_the_image_has_left_it() {
         for flash in [then, flash] {
             assert_eq!(kind(copy.copied().open(&flash.open().await).await), Some(ErrorKind::Refused));
         }
+    });
+}
+
+#[test]
+fn an_image_that_is_written_through_is_never_marked_and_warm_after_a_clean_end() {
+    block_on(async {
+        let (flash, image) = (Flash::new(), Image::new(1));
+        let cache = flash.open().await;
+        let disk = image.open_with(&cache, FlashPolicy::WriteThrough).await.unwrap();
+        write(&disk, 2).await.unwrap();
+        assert!(!image.is_marked() && image.header.now().is_some_and(|session| session.counts()));
+        let (killed, copy) = (flash.copied(), image.copied());
+        disk.close().await.unwrap();
+        assert!(!image.is_marked());
+        // A copy from while it was in use has nothing of the cache.
+        let opened = copy.copied().open_with(&flash.open().await, FlashPolicy::WriteThrough).await.unwrap();
+        assert_eq!((read(&opened).await, opened.counts().hits), (2, 0));
+        drop(opened);
+        let opened = image.copied().open_with(&flash.open().await, FlashPolicy::WriteThrough).await.unwrap();
+        assert_eq!((read(&opened).await, opened.counts().hits), (2, 1), "warm");
+        // After a kill the region is void, and the image has it all.
+        let opened = copy.open_with(&killed.open().await, FlashPolicy::WriteThrough).await.unwrap();
+        assert_eq!((read(&opened).await, opened.counts().hits), (2, 0));
+    });
+}
+
+#[test]
+fn what_another_program_wrote_is_not_hidden_by_a_cache_that_was_written_through() {
+    block_on(async {
+        let (flash, image) = (Flash::new(), Image::new(1));
+        let cache = flash.open().await;
+        let disk = image.open_with(&cache, FlashPolicy::WriteThrough).await.unwrap();
+        write(&disk, 2).await.unwrap();
+        disk.settle().await.unwrap();
+        let killed = flash.copied();
+        disk.close().await.unwrap();
+        for flash in [flash, killed] {
+            let image = image.copied();
+            image.written_elsewhere(3).await;
+            let disk = image.open_with(&flash.open().await, FlashPolicy::WriteThrough).await.unwrap();
+            assert_eq!(read(&disk).await, 3);
+        }
+    });
+}
+
+#[test]
+fn between_write_back_and_writethrough_the_mark_comes_and_goes() {
+    block_on(async {
+        let (flash, image) = (Flash::new(), Image::new(1));
+        let cache = flash.open().await;
+        let disk = image.open(&cache).await.unwrap();
+        for value in 2..6 {
+            write(&disk, value).await.unwrap();
+            assert!(image.is_marked());
+            disk.set_policy(FlashPolicy::WriteThrough).await.unwrap();
+            assert!(!image.is_marked());
+            assert_eq!(read(&disk).await, value);
+            write(&disk, value + 100).await.unwrap();
+            assert!(!image.is_marked());
+            disk.set_policy(FlashPolicy::WriteBack).await.unwrap();
+            assert_eq!((read(&disk).await, disk.counts().misses), (value + 100, 0));
+            let killed = image.copied().open(&flash.copied().open().await).await.unwrap();
+            assert_eq!((read(&killed).await, killed.counts().hits), (value + 100, 1));
+        }
+        disk.close().await.unwrap();
     });
 }
 

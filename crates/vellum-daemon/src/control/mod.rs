@@ -166,7 +166,7 @@ pub enum Request {
         /// The export of the disk; the only disk when not given.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         disk: Option<String>,
-        /// `writeback`, `readonly` or `off`; as before when not given.
+        /// `writeback`, `writethrough`, `readonly` or `off`; as before when not given.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         set: Option<String>,
     },

@@ -32,6 +32,8 @@ pub struct CacheStats {
     pub dirty_bytes: u64,
     /// Runs of zeros that images do not have yet.
     pub zero_runs: u64,
+    /// Regions of 64 MiB that are being written through: after an unclean end their blocks are read anew.
+    pub written_regions: u64,
     /// Memory that its map takes, in bytes.
     pub memory_bytes: u64,
     /// Records that were written: one for each flush, or fewer.
@@ -59,6 +61,7 @@ impl CacheStats {
             cached_bytes: facts.blocks * BLOCK,
             dirty_bytes: facts.dirty_blocks * BLOCK,
             zero_runs: facts.zero_runs,
+            written_regions: facts.written_regions,
             memory_bytes: facts.memory_bytes,
             records: counts.records,
             record_bytes: counts.record_bytes,
@@ -73,7 +76,7 @@ impl CacheStats {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct FlashStats {
-    /// `writeback`, `readonly` or `off`.
+    /// `writeback`, `writethrough`, `readonly` or `off`.
     pub policy: String,
     /// Bytes that the cache has and the image has not.
     pub dirty_bytes: u64,
@@ -110,6 +113,8 @@ pub struct FlashOperations {
     pub admit_bytes: u64,
     /// Requests to flash or to the image that failed.
     pub errors: u64,
+    /// Blocks that were written through and are not cached: another request wrote them too, or there was no room.
+    pub passed: u64,
 }
 
 impl From<FlashCounts> for FlashOperations {
@@ -125,6 +130,7 @@ impl From<FlashCounts> for FlashOperations {
             write_bytes: counts.slot_writes,
             admit_bytes: counts.admit_writes,
             errors: counts.errors,
+            passed: counts.passed,
         }
     }
 }
@@ -167,6 +173,8 @@ pub struct CacheFacts {
     pub dirty_bytes: u64,
     /// Runs of zeros that images do not have yet.
     pub zero_runs: u64,
+    /// Regions of 64 MiB that are being written through: after an unclean end their blocks are read anew.
+    pub written_regions: u64,
     /// The number of its newest record.
     pub sequence: u64,
     /// Memory that its map takes in a server, in bytes.
@@ -206,8 +214,17 @@ impl DiskFacts {
 
 /// What is found in a cache, as it is answered.
 pub fn facts_said(path: &Path, found: &Look) -> CacheFacts {
-    let Facts { file_bytes, slots, blocks, dirty_blocks, zero_runs, sequence, memory_bytes, .. } =
-        found.facts;
+    let Facts {
+        file_bytes,
+        slots,
+        blocks,
+        dirty_blocks,
+        zero_runs,
+        written_regions,
+        sequence,
+        memory_bytes,
+        ..
+    } = found.facts;
     CacheFacts {
         filename: path.display().to_string(),
         id: found.id.to_string(),
@@ -216,6 +233,7 @@ pub fn facts_said(path: &Path, found: &Look) -> CacheFacts {
         cached_bytes: blocks * BLOCK,
         dirty_bytes: dirty_blocks * BLOCK,
         zero_runs,
+        written_regions,
         sequence,
         memory_bytes,
         disks: found.rows.iter().map(DiskFacts::of).collect(),

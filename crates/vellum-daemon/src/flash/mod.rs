@@ -67,7 +67,8 @@ pub fn word_of(policy: FlashPolicy) -> &'static str {
 }
 
 /// Those that a user can choose.
-const POLICIES: [FlashPolicy; 3] = [FlashPolicy::WriteBack, FlashPolicy::ReadOnly, FlashPolicy::Off];
+const POLICIES: [FlashPolicy; 4] =
+    [FlashPolicy::WriteBack, FlashPolicy::WriteThrough, FlashPolicy::ReadOnly, FlashPolicy::Off];
 
 /// Opens the file or block device of a cache. It is locked: for writing against all others, for reading against
 /// writers.

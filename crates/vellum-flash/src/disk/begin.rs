@@ -26,6 +26,7 @@ use vellum_core::{Error, ErrorKind, Result, lock};
 
 use super::FlashDisk;
 use crate::claims::Claims;
+use crate::layout::Superblock;
 use crate::options::{DiskOptions, FlashPolicy};
 use crate::record::Row;
 use crate::session::{Session, SessionNumber, Sessions};
@@ -54,8 +55,14 @@ impl FlashCache {
             }
             None => None,
         };
-        let _one_at_a_time = lock(&self.opening);
+        let one_at_a_time = lock(&self.opening);
         let row = self.choose_row(&options, named.as_ref(), is_read_only)?;
+        let is_through = options.policy == FlashPolicy::WriteThrough && !is_read_only;
+        if is_through && self.state().is_dirty(row.number) {
+            return Err(Error::invalid(
+                "the flash cache holds writes of the disk, so it has to be drained first",
+            ));
+        }
         let home = Arc::new(Home {
             cache: self.clone(),
             disk: options.home,
@@ -64,6 +71,9 @@ impl FlashCache {
             policy: Mutex::new(options.policy),
             sessions: options.sessions,
             has_begun: AtomicBool::new(false),
+            trusts_home: options.trusts_home,
+            is_alone: AtomicBool::new(false),
+            has_lost_flush: AtomicBool::new(false),
             beginning: async_lock::Mutex::new(()),
             writing_back: async_lock::Mutex::new(()),
             wants_flush: AtomicBool::new(false),
@@ -77,6 +87,12 @@ impl FlashCache {
             trouble: Mutex::default(),
         });
         lock(&self.disks).insert(row.number, Arc::downgrade(&home));
+        drop(one_at_a_time);
+        // What an opening has left that did not end well.
+        self.void_regions(row.number).await?;
+        if is_through {
+            self.add_features(Superblock::REGIONS).await?;
+        }
         Ok(Arc::new(FlashDisk { home }))
     }
 
@@ -210,7 +226,6 @@ impl FlashCache {
 
 fn may_have(policy: FlashPolicy, options: &DiskOptions, is_read_only: bool) -> Result<()> {
     match policy {
-        FlashPolicy::WriteThrough => Err(Error::unsupported("the flash cache has no writethrough yet")),
         FlashPolicy::WriteBack if !is_read_only && options.sessions.is_none() && !options.trusts_home => {
             Err(Error::unsupported(
                 "write-back needs an image that can name its flash cache: qcow2 of version 3 or the native format",
@@ -237,7 +252,7 @@ impl Home {
         Ok(())
     }
 
-    /// A new number, and the mark. After a crash the image names the new one or that before, and the row has both.
+    /// A new number, and for write-back the mark. After a crash the image names the new one or that before, and the row has both.
     async fn change_number(&self, sessions: &dyn Sessions) -> Result<()> {
         let named = sessions.session().await;
         let named = named.filter(|session| session.counts() && session.cache == self.cache.id);
@@ -258,7 +273,8 @@ impl Home {
         };
         self.cache.commit().await?; // commit point
         let number = SessionNumber::new(newest.to_be_bytes()).expect("it is not zero");
-        sessions.begin(number, true).await?; // commit point
+        let holds_writes = self.policy() != FlashPolicy::WriteThrough;
+        sessions.begin(number, holds_writes).await?; // commit point
         self.cache.state().row_has_begun(self.row);
         Ok(())
     }
@@ -317,7 +333,7 @@ impl Home {
     }
 
     /// The number becomes one that no copy of the image has, and then the row knows no other.
-    async fn renew(&self, sessions: &dyn Sessions) -> Result<()> {
+    pub(super) async fn renew(&self, sessions: &dyn Sessions) -> Result<()> {
         self.change_number(sessions).await?;
         {
             let mut state = self.cache.state();
@@ -339,6 +355,9 @@ impl Home {
 
     /// The disk is drained, and the image records that.
     pub(super) async fn end_session(&self) -> Result<()> {
+        if self.policy() == FlashPolicy::WriteThrough {
+            return self.end_through().await;
+        }
         let Some(sessions) = &self.sessions else { return Ok(()) };
         let _alone = self.beginning.lock().await;
         self.take_mark(&**sessions).await?;
@@ -362,10 +381,7 @@ impl Home {
             return Ok(());
         }
         let is_read_only = self.disk.geometry().read_only;
-        if policy == FlashPolicy::WriteThrough {
-            return Err(Error::unsupported("the flash cache has no writethrough yet"));
-        }
-        if policy == FlashPolicy::WriteBack && !is_read_only && self.sessions.is_none() {
+        if policy == FlashPolicy::WriteBack && !is_read_only && self.sessions.is_none() && !self.trusts_home {
             return Err(Error::unsupported("write-back needs an image that can name its flash cache"));
         }
         if before == FlashPolicy::WriteBack && !is_read_only {
@@ -373,9 +389,27 @@ impl Home {
             if self.cache.state().is_dirty(self.row) {
                 return Err(Error::new(ErrorKind::Invalid, "the disk was written while it was drained"));
             }
-            // From now on home changes without flash being told durably, so nothing counts after a crash.
             let _alone = self.beginning.lock().await;
-            self.leave().await?;
+            match (policy, &self.sessions) {
+                (FlashPolicy::WriteThrough, Some(sessions)) => self.take_mark(&**sessions).await?,
+                (FlashPolicy::WriteThrough, None) => self.cache.commit_all().await?,
+                // From now on home changes without flash being told durably, so nothing counts after a crash.
+                _ => self.leave().await?,
+            }
+        }
+        if before == FlashPolicy::WriteThrough && !is_read_only {
+            self.end_through().await?;
+            if policy == FlashPolicy::WriteBack && self.cache.state().has_regions(self.row) {
+                let why = "nobody knows what the image has got of its writes: open it again first";
+                return Err(Error::new(ErrorKind::Io, why));
+            }
+            if policy != FlashPolicy::WriteBack {
+                let _alone = self.beginning.lock().await;
+                self.leave().await?;
+            }
+        }
+        if policy == FlashPolicy::WriteThrough {
+            self.cache.add_features(Superblock::REGIONS).await?;
         }
         if policy == FlashPolicy::WriteBack && !is_read_only {
             // What went past the cache: a flush of write-back is one of flash alone.

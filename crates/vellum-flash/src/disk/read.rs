@@ -10,7 +10,6 @@ use vellum_format::commit::Inside;
 
 use super::count;
 use crate::layout::{BLOCK_BYTES, Key, SECTOR_BYTES};
-use crate::options::FlashPolicy;
 use crate::shared::Home;
 use crate::state::Found;
 
@@ -103,7 +102,7 @@ impl Home {
         if span.is_empty() {
             return Ok(buffer);
         }
-        if self.policy() == FlashPolicy::Off {
+        if self.is_without_flash() {
             return self.disk.read(at, buffer).await;
         }
         let inside = Rc::new(self.cache.epochs.enter());

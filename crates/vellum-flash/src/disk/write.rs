@@ -33,7 +33,7 @@ const ZERO_BLOCKS_MAX: u64 = 1 << 18;
 
 /// Where the rest of a block comes from that is put into a new slot.
 #[derive(Debug, Clone, Copy)]
-enum Under {
+pub(super) enum Under {
     Slot(Slot, u8),
     Zero,
     Home,
@@ -67,7 +67,7 @@ struct Done {
 
 /// What home has of sectors that a request writes in part, and whether it still holds.
 #[derive(Default)]
-struct Edges {
+pub(super) struct Edges {
     watch: Option<Watch>,
     sectors: Vec<(GuestOffset, Vec<u8>)>,
 }
@@ -80,13 +80,13 @@ impl Edges {
 }
 
 /// The sectors that some of these bytes of a block are in.
-fn touched(from: u64, to: u64) -> u8 {
+pub(super) fn touched(from: u64, to: u64) -> u8 {
     let (first, end) = (from / SECTOR_BYTES, to.div_ceil(SECTOR_BYTES));
     (first..end).fold(0, |sectors, sector| sectors | 1 << sector)
 }
 
 /// The sectors that lie whole within these bytes, or end with the disk there.
-fn whole(from: u64, to: u64, block_bytes: u64) -> u8 {
+pub(super) fn whole(from: u64, to: u64, block_bytes: u64) -> u8 {
     let is_whole = |sector: &u64| {
         let end = ((sector + 1) * SECTOR_BYTES).min(block_bytes);
         from <= sector * SECTOR_BYTES && end <= to && sector * SECTOR_BYTES < end
@@ -98,9 +98,12 @@ impl Home {
     pub(super) async fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> Result<()> {
         let span = self.check_change(GuestSpan::checked(at, data.len() as u64))?;
         if !span.is_empty() {
-            if self.policy() != FlashPolicy::WriteBack {
-                self.drop_cached(span, async || self.disk.write(at, data, flags).await).await?;
-                return Ok(());
+            match self.policy() {
+                FlashPolicy::WriteBack => {}
+                FlashPolicy::WriteThrough => return self.write_through(span, data, flags).await,
+                FlashPolicy::ReadOnly | FlashPolicy::Off => {
+                    return self.drop_cached(span, async || self.disk.write(at, data, flags).await).await;
+                }
             }
             self.begin().await?;
             self.write_data(at, data.owned()).await?;
@@ -173,7 +176,7 @@ impl Home {
                         state.leave_runs(Key::new(self.row, first), last + 1 - first);
                     }
                     for Done { key, slot, sectors, checks } in done {
-                        state.put(key, slot, sectors, true, checks, Share::Guest);
+                        state.put(key, slot, sectors, true, Some(checks), Share::Guest);
                         self.mask(&mut state, key.block(), sectors);
                     }
                 }
@@ -268,7 +271,7 @@ impl Home {
     }
 
     /// The block as its new slot has it, in one piece; what the new entry has not is zero.
-    async fn whole_block(
+    pub(super) async fn whole_block(
         &self,
         key: Key,
         (from, to): (u64, u64),
@@ -318,8 +321,11 @@ impl Home {
     pub(super) async fn write_zeroes(&self, span: GuestSpan, flags: ZeroFlags) -> Result<()> {
         let span = self.check_change(Some(span))?;
         if !span.is_empty() {
-            if self.policy() != FlashPolicy::WriteBack {
-                return self.drop_cached(span, async || self.disk.write_zeroes(span, flags).await).await;
+            let change = async || self.disk.write_zeroes(span, flags).await;
+            match self.policy() {
+                FlashPolicy::WriteBack => {}
+                FlashPolicy::WriteThrough => return self.zero_through(span, change).await,
+                FlashPolicy::ReadOnly | FlashPolicy::Off => return self.drop_cached(span, change).await,
             }
             self.begin().await?;
             let (head, middle, tail) = self.whole_blocks(span);
@@ -337,8 +343,11 @@ impl Home {
     pub(super) async fn discard(&self, span: GuestSpan, flags: WriteFlags) -> Result<()> {
         let span = self.check_change(Some(span))?;
         if !span.is_empty() {
-            if self.policy() != FlashPolicy::WriteBack {
-                return self.drop_cached(span, async || self.disk.discard(span, flags).await).await;
+            let change = async || self.disk.discard(span, flags).await;
+            match self.policy() {
+                FlashPolicy::WriteBack => {}
+                FlashPolicy::WriteThrough => return self.zero_through(span, change).await,
+                FlashPolicy::ReadOnly | FlashPolicy::Off => return self.drop_cached(span, change).await,
             }
             self.begin().await?;
             // What is not whole stays as it is.
@@ -400,7 +409,7 @@ impl Home {
     }
 
     /// Nothing is cached of these blocks any more. False when the record has no room to say so of all of them.
-    fn drop_blocks(&self, first: Key, number: u64) -> bool {
+    pub(super) fn drop_blocks(&self, first: Key, number: u64) -> bool {
         let mut state = self.cache.state();
         let keys = state.map.keys_between(first, number);
         let room = state.room_for(Share::Evict) / 16;
@@ -412,7 +421,7 @@ impl Home {
 }
 
 /// The part of a block that holds these sectors, and where it goes.
-fn only_sectors(at: ImageOffset, mut block: Buffer, sectors: u8) -> (ImageOffset, Buffer) {
+pub(super) fn only_sectors(at: ImageOffset, mut block: Buffer, sectors: u8) -> (ImageOffset, Buffer) {
     let first = sectors.trailing_zeros() as usize;
     let end = 8 - sectors.leading_zeros() as usize;
     drop(block.split_off(end * SECTOR_LEN));

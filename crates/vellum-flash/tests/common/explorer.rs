@@ -30,8 +30,8 @@ use vellum_sim::{
     FaultPlan, Operation, Oracle, Position, World,
 };
 
-use super::{cache_on, over};
-use crate::flash::{FlashCache, FlashDisk};
+use super::{cache_on, over_with};
+use crate::flash::{FlashCache, FlashDisk, FlashPolicy};
 
 /// What is explored.
 #[derive(Debug, Clone)]
@@ -41,6 +41,8 @@ pub struct Setup {
     pub blocks: u64,
     pub sectors: u64,
     pub disks: usize,
+    /// The disks from this one on are written through, the others back.
+    pub through_from: usize,
     /// So many on each disk.
     pub guests: usize,
     pub steps: usize,
@@ -61,6 +63,7 @@ impl Setup {
             blocks: 20,
             sectors: 3,
             disks: 1,
+            through_from: usize::MAX,
             guests: 1,
             steps: 40,
             faults: false,
@@ -68,6 +71,10 @@ impl Setup {
             nested_one_in: 400,
             drained_one_in: 3,
         }
+    }
+
+    fn policy(&self, disk: usize) -> FlashPolicy {
+        if disk >= self.through_from { FlashPolicy::WriteThrough } else { FlashPolicy::WriteBack }
     }
 
     fn size(&self) -> u64 {
@@ -192,8 +199,13 @@ fn home_on(storage: SharedStorage) -> SharedDisk {
     Raw::open(storage, false, &HostTally::default())
 }
 
-fn disk_number(number: usize) -> u8 {
-    u8::try_from(number + 1).unwrap()
+async fn open(
+    setup: &Setup,
+    cache: &Arc<FlashCache>,
+    number: usize,
+    home: SharedDisk,
+) -> CoreResult<Arc<FlashDisk>> {
+    over_with(cache, u8::try_from(number + 1).unwrap(), home, setup.policy(number)).await
 }
 
 /// One step of a guest.
@@ -302,7 +314,7 @@ fn run(setup: &Setup, images: &Images, initial: &[Content], seed: u64) -> (Run, 
         let mut cache = cache_on(&storage, setup.slots, seed).await?;
         let mut disks: Vec<Arc<FlashDisk>> = Vec::new();
         for (number, home) in homes.iter().enumerate() {
-            disks.push(over(&cache, disk_number(number), home_on(home.clone())).await?);
+            disks.push(open(setup, &cache, number, home_on(home.clone())).await?);
         }
         let mut first_error = Ok(());
         if several {
@@ -340,7 +352,7 @@ fn run(setup: &Setup, images: &Images, initial: &[Content], seed: u64) -> (Run, 
                         return first_error.and(closed);
                     }
                     cache = cache_on(&storage, setup.slots, seed).await?;
-                    disks[0] = over(&cache, 1, home_on(homes[0].clone())).await?;
+                    disks[0] = open(setup, &cache, 0, home_on(homes[0].clone())).await?;
                     watched = oracles[0].watch(disks[0].clone());
                     continue;
                 }
@@ -452,11 +464,14 @@ fn judge(
         let mut disks = Vec::new();
         let mut found = Vec::new();
         for (number, home) in homes.iter().enumerate() {
-            let disk = over(&cache, disk_number(number), home_on(home.clone())).await.map_err(chain)?;
+            let disk = open(setup, &cache, number, home_on(home.clone())).await.map_err(chain)?;
             let content = whole(&*disk).await?;
             expectations[number]
                 .check(&content)
                 .map_err(|violation| format!("disk {number}: {violation}"))?;
+            if disk.policy() == FlashPolicy::WriteThrough {
+                differs("home alone, written through", number, &content, &homes[number].content())?;
+            }
             found.push(content);
             disks.push(disk);
         }
@@ -485,7 +500,7 @@ fn judge(
         let storage: SharedStorage = Medium::new(flash.content());
         let cache = cache_on(&storage, setup.slots, 4).await.map_err(chain)?;
         for (number, home) in homes.iter().enumerate() {
-            let disk = over(&cache, disk_number(number), home_on(home.clone())).await.map_err(chain)?;
+            let disk = open(setup, &cache, number, home_on(home.clone())).await.map_err(chain)?;
             differs("drained and opened again", number, &found[number], &whole(&*disk).await?)?;
             disk.drain().await.map_err(chain)?;
             differs("home alone, drained again", number, &found[number], &homes[number].content())?;

@@ -29,15 +29,19 @@ pub fn options(seed: u64) -> FlashOptions {
     FlashOptions::new(None, Random::from_seed(seed))
 }
 
-/// A disk over a home that only the test reaches.
+/// A disk over a home that only the test reaches, in write-back.
 pub async fn over(cache: &Arc<FlashCache>, number: u8, home: SharedDisk) -> Result<Arc<FlashDisk>> {
-    let options = DiskOptions {
-        disk: [number; 16],
-        home,
-        sessions: None,
-        policy: FlashPolicy::WriteBack,
-        trusts_home: true,
-    };
+    over_with(cache, number, home, FlashPolicy::WriteBack).await
+}
+
+/// The same with this policy.
+pub async fn over_with(
+    cache: &Arc<FlashCache>,
+    number: u8,
+    home: SharedDisk,
+    policy: FlashPolicy,
+) -> Result<Arc<FlashDisk>> {
+    let options = DiskOptions { disk: [number; 16], home, sessions: None, policy, trusts_home: true };
     cache.open_disk(options).await
 }
 

@@ -1,7 +1,7 @@
 //! The flash cache over the disks of a chain.
 //!
 //! ```text
-//!   top image    ── FlashDisk ── written and read: its writes are home later (write-back)
+//!   top image    ── FlashDisk ── written and read: its writes are home later (write-back), or at once (writethrough)
 //!      │ where it has nothing
 //!   image below  ── FlashDisk ── only read: what is cached of it is shared by all disks that stand on it
 //!      │                         (two or more are read through one `View`, which then reads each through its own)
@@ -14,7 +14,7 @@
 //! 2. The image is complete whenever it is closed, except at the last closing of all where its dirty blocks are to
 //!    be kept. So all that closes it for a change (`change`) finds it complete.
 //! 3. An image is opened as one that the cache knows only where the cache is told of all changes, which is so in
-//!    write-back. Otherwise its first change voids what is cached of it.
+//!    write-back and writethrough. Otherwise its first change voids what is cached of it.
 //! 4. Nothing of an encrypted image is cached: the cache would have its data as it is.
 //! 5. An image of which the cache holds writes is opened in write-back, whatever is asked for; then it is drained, and
 //!    gets the policy that was asked for.
@@ -70,7 +70,12 @@ impl FlashChoice {
     /// The cache as an image that is written is opened with it: only where the cache will be told of each change.
     /// Otherwise the first change voids what it has of the image.
     pub(super) fn id_for(&self, head: &dyn Head) -> Option<CacheId> {
-        let is_told = is_behind(head) || matches!(self.policy_for(head), Ok(FlashPolicy::WriteBack));
+        let is_told = is_behind(head)
+            || match self.policy_for(head) {
+                Ok(FlashPolicy::WriteBack) => true,
+                Ok(FlashPolicy::WriteThrough) => head.has_place_for_session().is_ok(),
+                Ok(FlashPolicy::ReadOnly | FlashPolicy::Off) | Err(_) => false,
+            };
         is_told.then(|| self.cache.id())
     }
 }

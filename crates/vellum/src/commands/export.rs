@@ -77,7 +77,7 @@ struct Add {
     /// Limits of the disk, such as iops-total=1000,bps-write=50M; see `vellum limits`
     #[arg(long, value_name = "NAME=N,…", value_parser = limits_of)]
     limit: Option<RateLimits>,
-    /// How the disk uses the flash cache of the server: writeback, readonly or off
+    /// How the disk uses the flash cache of the server: writeback, writethrough, readonly or off
     ///
     /// Default: the server's --flash-policy.
     #[arg(long, value_name = "POLICY", value_parser = parse_policy)]

@@ -185,11 +185,12 @@ pub(crate) struct Args {
     /// `vellum flash create` makes it. One server at a time has it, for all of its disks.
     #[arg(long, value_name = "PATH", help_heading = FLASH)]
     flash: Option<PathBuf>,
-    /// How disks use the flash cache: writeback, readonly or off
+    /// How disks use the flash cache: writeback, writethrough, readonly or off
     ///
     /// writeback: writes and flushes go to the cache, and home to the image later; until then the image can only be used
-    /// with its cache. readonly: writes go to the image, and what is read is cached. Default: writeback for qcow2 (version 3)
-    /// and vellum images, readonly for others. EXPORT: selects the disk. May be given several times.
+    /// with its cache. writethrough: writes go to the cache and the image at the same time, and the image is always complete.
+    /// readonly: writes go to the image, and what is read is cached. Default: writeback for qcow2 (version 3) and vellum
+    /// images, readonly for others. EXPORT: selects the disk. May be given several times.
     #[arg(long, value_name = "[EXPORT:]POLICY", value_parser = parse_flash_policy, requires = "flash", help_heading = FLASH)]
     flash_policy: Vec<ExportPolicy>,
     /// At exit, leave in the flash cache what the images do not have yet

@@ -7,7 +7,7 @@ use super::support::dir::Dir;
 use super::support::noise;
 use super::support::program::vellum;
 use super::support::server::Server;
-use super::{KINDS, alone, is_not_served, is_refused, is_sound, made_cache, same};
+use super::{KINDS, alone, info, is_not_served, is_refused, is_sound, made_cache, same};
 
 const SIZE: usize = 8 << 20;
 
@@ -53,7 +53,7 @@ fn options_that_need_a_cache_say_so() {
 /// Reads all, writes some, reads all; with each policy, in servers of their own.
 #[test]
 fn every_policy_reads_what_was_written() {
-    for policy in ["readonly", "off", "writeback"] {
+    for policy in ["readonly", "off", "writethrough", "writeback"] {
         let dir = Dir::new("flash-policy");
         let cache = made_cache(&dir, "32M");
         let is_raw = policy != "writeback";
@@ -76,7 +76,7 @@ fn every_policy_reads_what_was_written() {
                 &format!("{policy}, round {round}, written"),
             );
             client.flush().expect("a flush");
-            if policy == "readonly" {
+            if policy == "readonly" || (policy == "writethrough" && round == 1) {
                 // All of it is in the image at once.
                 server.kill();
                 assert!(std::fs::read(&image).expect("the disk") == model, "{policy}, round {round}");
@@ -104,8 +104,18 @@ fn a_policy_is_changed_while_guests_write() {
         };
         assert_eq!(ask(&[])["policy"], "writeback");
         let mut client = Client::connect(&server.peer(), "").expect("it is served");
-        for (round, policy) in
-            ["off", "writeback", "readonly", "writeback", "off", "readonly"].into_iter().enumerate()
+        for (round, policy) in [
+            "off",
+            "writeback",
+            "writethrough",
+            "readonly",
+            "writethrough",
+            "writeback",
+            "off",
+            "writethrough",
+        ]
+        .into_iter()
+        .enumerate()
         {
             let bytes = noise(500_000, round as u64);
             let at = round * 700_000;
@@ -120,6 +130,53 @@ fn a_policy_is_changed_while_guests_write() {
         server.stop();
         is_sound(&image);
         same(&alone(&dir, &image), &model, &format!("{kind:?}, alone"));
+    }
+}
+
+/// Images of every kind that are written through: never behind, warm after a clean end, and right after a kill.
+#[test]
+fn an_image_that_is_written_through_is_complete_and_its_cache_warm() {
+    for kind in KINDS {
+        let dir = Dir::new("flash-through");
+        let cache = made_cache(&dir, "32M");
+        let (image, mut model) = kind.make(&dir, SIZE);
+        let start = || Server::start(&[&image, "--flash", &cache, "--flash-policy", "writethrough"]);
+        let hits = |server: Server| {
+            let flash = server.stop_and_count()["disks"][0]["flash"].clone();
+            assert_eq!(&flash["policy"], "writethrough", "{flash}");
+            flash["disk"]["hits"].as_u64().expect("a number")
+        };
+        let server = start();
+        let mut client = Client::connect(&server.peer(), "").expect("it is served");
+        let bytes = noise(1 << 20, 5);
+        client.write(1 << 20, &bytes, 0).expect("it is written");
+        model[1 << 20..2 << 20].copy_from_slice(&bytes);
+        client.flush().expect("a flush");
+        client.disconnect();
+        assert_eq!(hits(server), 0, "{kind:?}: nothing was read");
+        same(&alone(&dir, &image), &model, &format!("{kind:?}, alone"));
+
+        let server = start();
+        let mut client = Client::connect(&server.peer(), "").expect("it is served");
+        same(&client.read_all().expect("it is read"), &model, &format!("{kind:?}, again"));
+        client.write(0, &bytes, 0).expect("it is written");
+        model[..1 << 20].copy_from_slice(&bytes);
+        client.flush().expect("a flush");
+        server.kill();
+        is_sound(&image);
+        assert_eq!(info(&cache)["written-regions"], 1, "{kind:?}");
+        vellum(&["flash", "check", &cache]).answer();
+
+        let server = start();
+        let mut client = Client::connect(&server.peer(), "").expect("it is served");
+        same(&client.read_all().expect("it is read"), &model, &format!("{kind:?}, after a kill"));
+        client.disconnect();
+        hits(server);
+        let server = start();
+        let mut client = Client::connect(&server.peer(), "").expect("it is served");
+        same(&client.read_all().expect("it is read"), &model, &format!("{kind:?}, the last time"));
+        client.disconnect();
+        assert!(hits(server) > 0, "{kind:?}: a clean end keeps what is cached");
     }
 }
 

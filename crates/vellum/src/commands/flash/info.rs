@@ -59,6 +59,13 @@ fn lines(facts: &CacheFacts, strip: Option<&str>) -> Vec<String> {
         format!("not home yet: {}, {} runs of zeros", human_bytes(facts.dirty_bytes), facts.zero_runs),
         format!("memory in a server: {}", human_bytes(facts.memory_bytes)),
     ];
+    if facts.written_regions > 0 {
+        let regions = facts.written_regions;
+        lines.push(format!(
+            "being written through: {regions} {} of 64 MiB, of which nothing counts at the next opening",
+            if regions == 1 { "region" } else { "regions" }
+        ));
+    }
     if let Some(strip) = strip {
         lines.push(format!("[{strip}]"));
     }

@@ -19,7 +19,7 @@ use crate::output::{human_bytes, say, say_json};
 pub(crate) struct Args {
     #[command(flatten)]
     target: Target,
-    /// writeback, readonly or off. Default: show it
+    /// writeback, writethrough, readonly or off. Default: show it
     #[arg(value_name = "POLICY", value_parser = parse_policy)]
     policy: Option<FlashPolicy>,
 }

@@ -58,6 +58,19 @@ fn main() -> io::Result<()> {
             )?;
         }
     }
+    for sample in vellum_foreign::samples::refused() {
+        let target = root.join(format!("foreign_{:?}", sample.kind).to_lowercase());
+        if sample.image.len() < 32_768 {
+            let name = sample.name.replace([' ', ','], "-");
+            write(&target, &format!("file-{name}"), &[&[0xFF], &sample.image[..]].concat())?;
+        }
+    }
+    // Both regions of a VHDX near 2^64.
+    let region = |at: u8, start: u64, len: u32| {
+        [&[at, 0, 3, 12][..], &start.to_le_bytes(), &len.to_le_bytes()].concat()
+    };
+    let regions = [region(32, u64::MAX << 21, 1 << 20), region(64, u64::MAX << 20, 0xFFF0_0000)].concat();
+    write(&root.join("foreign_vhdx"), "regions-at-the-end", &[&[0], &regions[..]].concat())?;
     for (name, header) in luks_headers() {
         write(&root.join("luks_header"), name, &[&header[..], &[22]].concat())?;
     }

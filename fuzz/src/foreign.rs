@@ -117,7 +117,7 @@ fn image_of(kind: ForeignKind, data: &[u8]) -> Option<(SharedStorage, Parts)> {
 async fn open(kind: ForeignKind, image: &SharedStorage, known: &Parts) -> Result<SharedDisk> {
     let description = look(kind, &**image).await?;
     assert!(description.size() < 1 << 63, "a disk that can be addressed");
-    assert!(description.parts().len() <= 32_768, "a bounded number of files");
+    assert!(description.parts().len() <= 512, "a bounded number of files");
     let names =
         description.parts().iter().map(String::as_str).chain(description.backing().map(|backing| backing.0));
     for name in names {

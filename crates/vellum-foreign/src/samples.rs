@@ -37,6 +37,14 @@ pub fn samples() -> Vec<Sample> {
     ]
 }
 
+/// Images that are to be refused when they are opened: from each, a reader that trusts it reads zeros that nobody wrote, or
+/// works for hours.
+pub fn refused() -> Vec<Sample> {
+    let mut refused = damaged_dmgs();
+    refused.extend([qed_with_a_shared_table(), vmdk_in_many_files(), vhdx_with_a_region_at_the_end()]);
+    refused
+}
+
 /// Makes the checksums of a VHDX true again after it was changed: its headers, region tables and the first log entry.
 pub fn seal_vhdx(image: &mut [u8]) {
     let log_entry = 1 << 20;
@@ -350,7 +358,36 @@ fn base64(bytes: &[u8]) -> String {
     text
 }
 
+/// An entry of a table of chunks: kind, first sector, sectors, place, bytes.
+type DmgChunk = (u32, u64, u64, u64, u64);
+
 fn dmg() -> Sample {
+    dmg_with("dmg", |_| {}, |list| list)
+}
+
+/// The lists of these lost a table, or a part of one.
+fn damaged_dmgs() -> Vec<Sample> {
+    let same = |_: &mut Vec<DmgChunk>| {};
+    let whole = |list: String| list;
+    vec![
+        dmg_with("dmg, a tag", same, |list| list.replacen("<data>", "<Data>", 1)),
+        dmg_with("dmg, no base64", same, |list| list.replacen("AAAA", "A-AA", 1)),
+        dmg_with("dmg, no table", same, |list| list.replacen("<data>\nb", "<data>\nc", 1)),
+        dmg_with("dmg, no list", same, |_| "<plist></plist>".to_owned()),
+        dmg_with("dmg, an end between", |chunks| chunks[2] = (u32::MAX, 3, 0, 0, 0), whole),
+        dmg_with("dmg, a comment", |chunks| chunks[2].0 = 0x7FFF_FFFE, whole),
+        dmg_with("dmg, the first is missing", |chunks| chunks.retain(|chunk| chunk.1 != 0), whole),
+        dmg_with("dmg, the last is missing", |chunks| chunks.retain(|chunk| chunk.1 != 4), whole),
+        dmg_with("dmg, zeros twice", |chunks| chunks[2].2 = 2, whole),
+    ]
+}
+
+/// The image whose chunks and whose list are changed like this.
+fn dmg_with(
+    name: &'static str,
+    change: impl Fn(&mut Vec<DmgChunk>),
+    list: impl Fn(String) -> String,
+) -> Sample {
     let mut disk = disk_of(512, &[Some(1), None, Some(3), None, None, Some(6)], 6 * 512);
     disk[512..1024].fill(5);
     disk[2048..2560].fill(6);
@@ -362,7 +399,7 @@ fn dmg() -> Sample {
     let mut image = disk[..512].to_vec();
     let mut table = b"mish\0\0\0\x01".to_vec();
     table.resize(204, 0);
-    let mut chunks = Vec::new();
+    let mut chunks: Vec<DmgChunk> = Vec::new();
     for (kind, first, count, bytes) in
         [(1_u32, 0_u64, 1_u64, &disk[..512]), (0x8000_0005, 1, 2, &zlib), (0x8000_0006, 4, 2, &bz)]
     {
@@ -372,6 +409,7 @@ fn dmg() -> Sample {
     }
     chunks.insert(2, (2, 3, 1, 0, 0));
     chunks.push((u32::MAX, 6, 0, 0, 0));
+    change(&mut chunks);
     put(&mut table, 200, &u32::try_from(chunks.len()).expect("small").to_be_bytes());
     for (kind, first, count, at, len) in chunks {
         table.extend(kind.to_be_bytes());
@@ -380,7 +418,10 @@ fn dmg() -> Sample {
             table.extend(number.to_be_bytes());
         }
     }
-    let list = format!("<plist><key>blkx</key><array><data>\n{}\n</data></array></plist>", base64(&table));
+    let list = list(format!(
+        "<plist><key>blkx</key><array><data>\n{}\n</data></array><key>plst</key><array><data>AAAA</data></array></plist>",
+        base64(&table)
+    ));
     let list_at = image.len() as u64;
     image.extend(list.as_bytes());
     let mut trailer = b"koly\0\0\0\x04\0\0\x02\0".to_vec();
@@ -390,5 +431,37 @@ fn dmg() -> Sample {
     put(&mut trailer, 492, &6_u64.to_be_bytes());
     trailer.resize(512, 0);
     image.extend(trailer);
-    Sample { name: "dmg", kind: ForeignKind::Dmg, image, parts: Vec::new(), disk }
+    Sample { name, kind: ForeignKind::Dmg, image, parts: Vec::new(), disk }
+}
+
+/// A disk of gigabytes, all of which one table of 4 KiB describes.
+fn qed_with_a_shared_table() -> Sample {
+    let mut sample = Sample { name: "qed, a shared table", disk: Vec::new(), ..qed() };
+    put(&mut sample.image, 48, &(512_u64 * 512 * 4096).to_le_bytes());
+    for entry in 0..512 {
+        le(&mut sample.image, [(4096 + entry * 8, 8192)]);
+    }
+    sample
+}
+
+fn vmdk_in_many_files() -> Sample {
+    let mut image = format!("{DESCRIPTOR}createType=\"custom\"\n");
+    for index in 0..600 {
+        image.push_str(&format!("RW 1 FLAT \"f{index}\" 0\n"));
+    }
+    let (name, image) = ("vmdk, in many files", image.into_bytes());
+    Sample { name, kind: ForeignKind::Vmdk, image, parts: Vec::new(), disk: Vec::new() }
+}
+
+/// One region begins near 2^64, and the other would end past it.
+fn vhdx_with_a_region_at_the_end() -> Sample {
+    let mut sample = Sample { name: "vhdx, a region at the end", disk: Vec::new(), ..vhdx(false) };
+    for table in [0x3_0000, 0x4_0000] {
+        for (at, start, len) in [(32, u64::MAX << 21, 1_u32 << 20), (64, u64::MAX << 20, 0xFFF0_0000)] {
+            put(&mut sample.image, table + at, &start.to_le_bytes());
+            put(&mut sample.image, table + at + 8, &len.to_le_bytes());
+        }
+    }
+    seal_vhdx(&mut sample.image);
+    sample
 }

@@ -3,15 +3,20 @@
 //!
 //! 1. A chunk is at most [`CHUNK_BYTES_MAX`] long, packed and unpacked. The unpacker has a buffer of the stated
 //!    length and stops when it is full, so no input grows without bound.
-//! 2. A chunk that ends early, or is damaged, is an error, never zeros.
-//! 3. When several requests need one chunk, the first of them unpacks it for all.
+//! 2. No more of a chunk is read than its content can take at worst, whatever length is stated for it.
+//! 3. Chunks of more than [`BIG_BYTES`] are unpacked one at a time: an image has at most the largest and 16 of those in
+//!    memory at once.
+//! 4. A chunk that ends early, or is damaged, is an error, never zeros. A checksum behind content that ends where it
+//!    must is compared.
+//! 5. When several requests need one chunk, the first of them unpacks it for all.
 
 use std::collections::VecDeque;
+use std::io::Read as _;
 use std::sync::{Arc, Mutex};
 
 use vellum_core::{Context, Error, Offload, Result, Storage, lock, offload};
 
-use crate::bytes::read_at;
+use crate::bytes::{beyond, read_at};
 
 /// The longest chunk, in bytes, as in QEMU.
 pub(crate) const CHUNK_BYTES_MAX: u64 = 64 << 20;
@@ -21,6 +26,15 @@ const KEPT_BYTES: usize = 4 << 20;
 
 /// Requests for this many different chunks are unpacked at once.
 const TURNS: usize = 16;
+
+/// Of longer chunks one is unpacked at once.
+const BIG_BYTES: u64 = 4 << 20;
+
+/// The most bytes that content of this length takes when it is compressed: what cannot be made shorter has a few bytes
+/// in front of every few thousand (deflate), or grows by a hundredth (bzip2).
+fn packed_max(len: u64) -> u64 {
+    len + len / 16 + 4096
+}
 
 /// How a chunk is compressed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,11 +69,12 @@ pub(crate) struct Unpacker {
     place: Arc<dyn Offload>,
     kept: Mutex<VecDeque<Chunk>>,
     turns: [async_lock::Mutex<()>; TURNS],
+    big: async_lock::Mutex<()>,
 }
 
 impl Unpacker {
     pub(crate) fn new(place: Arc<dyn Offload>) -> Self {
-        Self { place, kept: Mutex::default(), turns: Default::default() }
+        Self { place, kept: Mutex::default(), turns: Default::default(), big: async_lock::Mutex::new(()) }
     }
 
     /// The content of a chunk of this file.
@@ -80,7 +95,14 @@ impl Unpacker {
         if let Some(content) = self.find(chunk) {
             return Ok(content); // another request was first
         }
-        let packed = read_at(file, at, packed_len).await?;
+        let _alone = match len > BIG_BYTES {
+            true => Some(self.big.lock().await),
+            false => None,
+        };
+        if at.checked_add(packed_len).is_none_or(|end| end > file.len()) {
+            return Err(beyond(file, at, packed_len));
+        }
+        let packed = read_at(file, at, packed_len.min(packed_max(len))).await?;
         let len = usize::try_from(len).expect("bounded above");
         let unpacked = offload(&*self.place, move || unpack(packing, &packed, len)).await;
         let unpacked = Arc::new(
@@ -105,28 +127,38 @@ impl Unpacker {
 
 /// The content of a chunk, which has this many bytes. What follows in the input is ignored.
 fn unpack(packing: Packing, packed: &[u8], len: usize) -> Result<Vec<u8>> {
-    let mut content = vec![0; len];
+    // With a byte more, into which nothing goes where the content ends as it must: the checksum behind it is seen then.
+    let mut content = vec![0; len + 1];
     if packing == Packing::Bzip2 {
-        // Stops when the content is full.
         let mut reader = bzip2::bufread::BzDecoder::new(packed);
-        let read = std::io::Read::read_exact(&mut reader, &mut content);
-        return read.map(|()| content).map_err(|error| Error::corrupt(format!("bzip2: {error}")));
+        let read = reader.read_exact(&mut content[..len]).and_then(|()| reader.read(&mut content[len..]));
+        read.map_err(|error| Error::corrupt(format!("bzip2: {error}")))?;
+    } else {
+        inflate(flate2::Decompress::new(packing == Packing::Zlib), packed, &mut content)?;
     }
-    let mut inflate = flate2::Decompress::new(packing == Packing::Zlib);
+    content.truncate(len);
+    Ok(content)
+}
+
+/// Fills all but the last byte, and that too where the content is longer.
+fn inflate(mut state: flate2::Decompress, packed: &[u8], content: &mut [u8]) -> Result<()> {
+    let len = content.len() as u64 - 1;
     let progress = |state: &flate2::Decompress| (state.total_in(), state.total_out());
-    while inflate.total_out() < len as u64 {
-        let before = progress(&inflate);
+    while state.total_out() <= len {
+        let before = progress(&state);
         let input = usize::try_from(before.0).expect("within the input");
         let output = usize::try_from(before.1).expect("within the output");
-        let status = inflate
+        let status = state
             .decompress(&packed[input..], &mut content[output..], flate2::FlushDecompress::None)
             .map_err(|error| Error::corrupt(format!("deflate: {error}")))?;
-        let is_over = status == flate2::Status::StreamEnd || progress(&inflate) == before;
-        if is_over && inflate.total_out() < len as u64 {
-            return Err(Error::corrupt(format!("it ends after {} of {len} bytes", inflate.total_out())));
+        if status == flate2::Status::StreamEnd || progress(&state) == before {
+            break;
         }
     }
-    Ok(content)
+    match state.total_out() < len {
+        true => Err(Error::corrupt(format!("it ends after {} of {len} bytes", state.total_out()))),
+        false => Ok(()),
+    }
 }
 
 #[cfg(test)]
@@ -159,6 +191,49 @@ mod tests {
             let error = unpack(Packing::Zlib, damaged, len).expect_err("it is damaged");
             assert_eq!(error.kind(), ErrorKind::Corrupt);
         }
+    }
+
+    #[test]
+    fn a_wrong_checksum_is_an_error() {
+        let content = [5; 3000];
+        let mut writer = bzip2::write::BzEncoder::new(Vec::new(), bzip2::Compression::best());
+        writer.write_all(&content).unwrap();
+        for (packing, packed) in [(Packing::Zlib, zlib(&content)), (Packing::Bzip2, writer.finish().unwrap())]
+        {
+            assert_eq!(unpack(packing, &packed, content.len()).unwrap(), content);
+            let mut damaged = packed.clone();
+            *damaged.last_mut().unwrap() ^= 0x80;
+            damaged[packed.len() - 3] ^= 1;
+            let error = unpack(packing, &damaged, content.len()).expect_err("the checksum is another one");
+            assert_eq!(error.kind(), ErrorKind::Corrupt, "{packing:?}");
+        }
+    }
+
+    #[test]
+    fn no_more_is_read_than_the_content_can_take() {
+        let content = [7; 512];
+        let mut file = zlib(&content);
+        file.resize(usize::try_from(CHUNK_BYTES_MAX).unwrap(), 0);
+        let storage = MemoryStorage::holding("chunks", &file);
+        let tally = vellum_core::HostTally::default();
+        let storage = vellum_core::Tallied::shared(storage, tally.data.clone());
+        let unpacker = Unpacker::new(Arc::new(Inline));
+        let chunk = Packed { file: 0, at: 0, packed_len: CHUNK_BYTES_MAX, len: 512, packing: Packing::Zlib };
+        assert_eq!(*block_on(unpacker.read(&*storage, &chunk)).unwrap(), content);
+        let past = Packed { at: 1, ..chunk };
+        assert_eq!(
+            block_on(unpacker.read(&*storage, &past)).expect_err("past the end").kind(),
+            ErrorKind::Corrupt
+        );
+        let read = tally.data.counts().bytes_read;
+        assert!(read <= packed_max(512), "{read} bytes were read");
+        // What cannot be compressed fits into what is read.
+        let mut noise = vec![0; 1 << 20];
+        vellum_core::Random::from_seed(3).fill(&mut noise);
+        let mut writer = bzip2::write::BzEncoder::new(Vec::new(), bzip2::Compression::best());
+        writer.write_all(&noise).unwrap();
+        let packed = [zlib(&noise), writer.finish().unwrap()];
+        assert!(packed.iter().all(|packed| packed.len() as u64 <= packed_max(noise.len() as u64)));
     }
 
     #[test]

@@ -10,7 +10,7 @@ use vellum_core::{
     Buffer, ErrorKind, GuestOffset, GuestSpan, HostTally, Inline, MemoryStorage, Place, Result, SharedDisk,
     SharedStorage, WriteFlags, ZeroFlags, is_zero,
 };
-use vellum_foreign::samples::{Sample, samples, seal_vhdx};
+use vellum_foreign::samples::{Sample, refused, samples, seal_vhdx};
 use vellum_foreign::{ForeignFiles, ForeignKind, look};
 
 /// Larger disks are not read as a whole: what a damaged header states is not allocated here either.
@@ -163,6 +163,44 @@ fn a_name_of_a_backing_image_is_bounded() {
         assert_eq!(backing(0, 4, b""), Err(ErrorKind::Corrupt));
         assert_eq!(backing(2, 0, &[0xFF, 0xFE]), Err(ErrorKind::Unsupported));
     }
+}
+
+#[test]
+fn what_would_read_as_zeros_or_for_hours_is_refused() {
+    for sample in refused() {
+        let name = sample.name;
+        let error = block_on(open(&sample)).err().unwrap_or_else(|| panic!("{name}: it was opened"));
+        assert!(
+            matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Unsupported),
+            "{name}: {}",
+            error.chain()
+        );
+    }
+}
+
+/// A descriptor may name one file as often as it likes: it is opened once.
+#[test]
+fn a_file_that_many_extents_name_is_one_part() {
+    let mut image = "# Disk DescriptorFile\nCID=1\nparentCID=ffffffff\n".to_owned();
+    for index in 0..10_000 {
+        image.push_str(&format!("RW 1 FLAT \"own.raw\" {}\n", (index * 7) % 128));
+    }
+    let file: Vec<u8> = (0..128_u8).flat_map(|sector| [sector; 512]).collect();
+    let parts = vec![("own.raw".to_owned(), file)];
+    let sample = Sample {
+        name: "one file",
+        kind: ForeignKind::Vmdk,
+        image: image.into_bytes(),
+        parts,
+        disk: Vec::new(),
+    };
+    block_on(async {
+        let storage = MemoryStorage::holding("image", &sample.image);
+        assert_eq!(look(sample.kind, &*storage).await.unwrap().parts(), ["own.raw"]);
+        let disk = open(&sample).await.unwrap();
+        let read = read(&disk, 0, 10_000 * 512).await.unwrap();
+        assert!(read.chunks(512).enumerate().all(|(index, bytes)| bytes == [(index * 7 % 128) as u8; 512]));
+    });
 }
 
 /// Damage anywhere: no panic, no hang, and what can be read can be mapped.

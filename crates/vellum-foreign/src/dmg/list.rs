@@ -1,32 +1,54 @@
 //! The property list of a dmg: only the tables of chunks in it are wanted.
 //!
+//! ```text
+//!   <key>blkx</key><array> … <data>a table</data> … <data>a table</data> … </array>    each must be one
+//!   <key>plst</key><array> … <data>something</data> … </array>                         others may be
+//! ```
+//!
 //! Every `<data>` whose content begins like a table is one. Nothing else in the text matters, so it is not parsed
 //! as XML.
+//!
+//! 1. The content of every `<data>` is base64, or the list is damaged.
+//! 2. Under `blkx` there are tables only. A list without that key may have them anywhere, as in QEMU.
 
 use vellum_core::{Error, Result};
 
 const TABLE: &[u8] = b"mish";
 const BEGIN: &[u8] = b"<data>";
 const END: &[u8] = b"</data>";
+const TABLES: &[u8] = b"<key>blkx</key>";
+const TABLES_END: &[u8] = b"</array>";
 
 /// The tables of chunks, in order.
 pub(super) fn tables(text: &[u8]) -> impl Iterator<Item = Result<Vec<u8>>> + '_ {
-    let mut rest = text;
+    let tables_only = match find(text, TABLES) {
+        Some(at) => at..at + find(&text[at..], TABLES_END).unwrap_or(text.len() - at),
+        None => 0..0,
+    };
+    let mut at = 0;
     let contents = std::iter::from_fn(move || {
-        let begin = find(rest, BEGIN)? + BEGIN.len();
-        let content = &rest[begin..];
+        let begin = at + find(&text[at..], BEGIN)? + BEGIN.len();
+        let content = &text[begin..];
         let Some(len) = find(content, END) else {
-            rest = &[];
+            at = text.len();
             return Some(Err(Error::corrupt("the property list ends within a table")));
         };
-        rest = &content[len..];
-        Some(Ok(&content[..len]))
+        at = begin + len;
+        Some(Ok((&content[..len], tables_only.contains(&begin))))
     });
-    contents.filter_map(|content| match content.map(decode) {
-        // Other content is none of ours, whatever it is.
-        Ok(None) => None,
-        Ok(Some(bytes)) => bytes.starts_with(TABLE).then_some(Ok(bytes)),
-        Err(error) => Some(Err(error)),
+    contents.filter_map(|found| {
+        let table = found.and_then(|(content, must_be_one)| {
+            let bytes = decode(content)
+                .ok_or_else(|| Error::corrupt("the property list is damaged: data in it is not base64"))?;
+            match bytes.starts_with(TABLE) {
+                true => Ok(Some(bytes)),
+                false if must_be_one => Err(Error::corrupt(
+                    "the property list is damaged: a table of chunks does not begin as one",
+                )),
+                false => Ok(None),
+            }
+        });
+        table.transpose()
     })
 }
 
@@ -94,9 +116,19 @@ mod tests {
 
     #[test]
     fn only_tables_are_found() {
-        let text = b"<key>a</key><data>bWlzaDE=</data><data>not ours!</data><data>\n\tbWlzaDI=\n</data>";
-        let found: Result<Vec<_>> = tables(text).collect();
-        assert_eq!(found.unwrap(), [b"mish1", b"mish2"]);
-        assert!(tables(b"<data>bWlzaDE=").any(|table| table.is_err()));
+        let found = |text: &[u8]| tables(text).collect::<Result<Vec<_>>>();
+        let text = b"<key>a</key><data>bWlzaDE=</data><data>b3RoZXI=</data><data>\n\tbWlzaDI=\n</data>";
+        assert_eq!(found(text).unwrap(), [b"mish1", b"mish2"]);
+        let text = b"<key>plst</key><array><data>b3RoZXI=</data></array>\
+            <key>blkx</key><array><data>bWlzaDE=</data></array><data>b3RoZXI=</data>";
+        assert_eq!(found(text).unwrap(), [b"mish1"]);
+        for damaged in [
+            &b"<data>bWlzaDE="[..],
+            b"<data>bWlzaDE=</data><data>not base64!</data>",
+            b"<key>blkx</key><array><data>bWlzaDE=</data><data>b3RoZXI=</data></array>",
+            b"<key>blkx</key><array><data>bWlzaDE=</data><data>b3RoZXI=</data>",
+        ] {
+            assert!(found(damaged).is_err(), "{}", String::from_utf8_lossy(damaged));
+        }
     }
 }

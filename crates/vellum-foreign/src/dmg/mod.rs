@@ -7,11 +7,13 @@
 //! ```
 //!
 //! 1. The list has at most [`LIST_BYTES_MAX`] bytes and is read as a whole: it is what bounds the number of chunks.
-//! 2. Chunks do not overlap. What no chunk has reads as zero.
+//! 2. Each sector of the disk is in exactly one chunk, also where it reads as zero: of a list that lost a table, or
+//!    a part of one, nothing is read as zeros.
 //! 3. A chunk is at most 64 MiB long, unless it is raw or zero.
 //!
 //! Left out: images with a resource fork and no list, images in segments, encrypted ones, and chunks of ADC, LZFSE
-//! and LZMA, which are refused by name when the image is opened.
+//! and LZMA, which are refused by name when the image is opened. The checksums of tables and of the whole image are not
+//! compared: they would need all of the content. Those of compressed chunks are.
 
 mod list;
 
@@ -42,20 +44,25 @@ const LZMA: u32 = 0x8000_0008;
 const COMMENT: u32 = 0x7FFF_FFFE;
 const END: u32 = 0xFFFF_FFFF;
 
-/// A chunk that has bytes in the file. All others read as zero.
+/// A run of the disk that one entry of a table has.
 #[derive(Debug, Clone, Copy)]
 struct Chunk {
     /// Where it begins and ends in the disk.
     start: u64,
     end: u64,
-    at: u64,
-    packed_len: u64,
-    packing: Option<Packing>,
+    content: Content,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Content {
+    Zeros,
+    Raw { at: u64 },
+    Packed { at: u64, packed_len: u64, packing: Packing },
 }
 
 #[derive(Clone)]
 struct Dmg {
-    /// In the order of the disk.
+    /// In the order of the disk, without gaps.
     chunks: Arc<[Chunk]>,
 }
 
@@ -94,12 +101,31 @@ pub(crate) async fn look(image: &dyn Storage) -> Result<Description> {
         add_table(&table?, data_at, size, &mut chunks, &mut kinds)?;
     }
     chunks.sort_unstable_by_key(|chunk| chunk.start);
-    if let Some(pair) = chunks.windows(2).find(|pair| pair[0].end > pair[1].start) {
-        return Err(Error::corrupt(format!("two chunks have the bytes at {:#x}", pair[1].start)));
-    }
+    check_cover(&chunks, size)?;
     let facts = vec![("compression", ForeignFact::Text(kinds.join(", ")))];
     let description = Description::of(ForeignKind::Dmg, size, Dmg { chunks: chunks.into() });
     Ok(Description { facts, ..description })
+}
+
+/// Whether the chunks, in the order of the disk, have each of its bytes once.
+fn check_cover(chunks: &[Chunk], size: u64) -> Result<()> {
+    let mut covered = 0;
+    for chunk in chunks {
+        if chunk.start < covered {
+            return Err(Error::corrupt(format!("two chunks have the bytes at {:#x}", chunk.start)));
+        }
+        if chunk.start > covered {
+            break;
+        }
+        covered = chunk.end;
+    }
+    match covered == size {
+        true => Ok(()),
+        false => Err(Error::corrupt(format!(
+            "no chunk has the bytes at {covered:#x} of a disk of {size} bytes: its property list is damaged, or was \
+             not copied as a whole"
+        ))),
+    }
 }
 
 /// Adds the chunks of one table.
@@ -124,12 +150,15 @@ fn add_table(
             kinds.push(name);
         }
     };
-    for entry in entries.take(count) {
+    for (index, entry) in entries.take(count).enumerate() {
         let kind = be32(entry, 0);
         let packing = match kind {
-            ZERO | IGNORED | COMMENT => continue,
-            END => break,
-            RAW => None,
+            COMMENT => continue,
+            END if index + 1 == count => break,
+            END => {
+                return Err(Error::corrupt(format!("a table of {count} chunks ends after {index} of them")));
+            }
+            ZERO | IGNORED | RAW => None,
             ZLIB => {
                 uses("zlib");
                 Some(Packing::Zlib)
@@ -148,20 +177,35 @@ fn add_table(
         let len = be64(entry, 16).checked_mul(SECTOR).ok_or_else(wrong)?;
         let end =
             start.and_then(|start| start.checked_add(len)).filter(|end| *end <= size).ok_or_else(wrong)?;
-        let place = data_at.checked_add(at).and_then(|at| at.checked_add(be64(entry, 24)));
-        let packed_len = be64(entry, 32);
-        let place = place.filter(|at| at.checked_add(packed_len).is_some()).ok_or_else(wrong)?;
-        if packing.is_some() && (len > CHUNK_BYTES_MAX || packed_len > CHUNK_BYTES_MAX) {
-            return Err(Error::corrupt(format!("a chunk of {len} bytes, {packed_len} of them in the file")));
+        if len == 0 {
+            continue;
         }
-        if packing.is_none() && packed_len < len {
-            return Err(Error::corrupt(format!("a chunk of {len} bytes has only {packed_len} in the file")));
-        }
-        if len > 0 {
-            chunks.push(Chunk { start: end - len, end, at: place, packed_len, packing });
-        }
+        let content = match kind {
+            ZERO | IGNORED => Content::Zeros,
+            _ => {
+                let place = data_at.checked_add(at).and_then(|at| at.checked_add(be64(entry, 24)));
+                stored(place, be64(entry, 32), len, packing)?
+            }
+        };
+        chunks.push(Chunk { start: end - len, end, content });
     }
     Ok(())
+}
+
+/// The content of a chunk that has bytes in the file.
+fn stored(place: Option<u64>, packed_len: u64, len: u64, packing: Option<Packing>) -> Result<Content> {
+    let at = place.filter(|at| at.checked_add(packed_len).is_some());
+    let at = at.ok_or_else(|| Error::corrupt("a chunk is not within the file"))?;
+    match packing {
+        Some(_) if len > CHUNK_BYTES_MAX || packed_len > CHUNK_BYTES_MAX => {
+            Err(Error::corrupt(format!("a chunk of {len} bytes, {packed_len} of them in the file")))
+        }
+        Some(packing) => Ok(Content::Packed { at, packed_len, packing }),
+        None if packed_len < len => {
+            Err(Error::corrupt(format!("a chunk of {len} bytes has only {packed_len} in the file")))
+        }
+        None => Ok(Content::Raw { at }),
+    }
 }
 
 fn unread(name: &str) -> Error {
@@ -177,26 +221,17 @@ impl Header for Dmg {
 }
 
 impl Layout for Dmg {
-    fn find(&self, at: u64, wanted: u64) -> LocalFuture<'_, Result<Run>> {
+    fn find(&self, at: u64, _wanted: u64) -> LocalFuture<'_, Result<Run>> {
         let index = self.chunks.partition_point(|chunk| chunk.end <= at);
-        let run = match self.chunks.get(index) {
-            Some(chunk) if chunk.start <= at => {
-                let Chunk { start, end, at: place, packed_len, packing } = *chunk;
-                let skip = at - start;
-                let place = match packing {
-                    None => Where::Plain { file: 0, at: place + skip, is_flat: false },
-                    Some(packing) => {
-                        let chunk = Packed { file: 0, at: place, packed_len, len: end - start, packing };
-                        Where::Packed { chunk, skip }
-                    }
-                };
-                Run { len: end - at, place }
-            }
-            next => {
-                let len = next.map_or(wanted, |next| next.start - at);
-                Run { len, place: Where::Zero { allocated: false } }
+        let Chunk { start, end, content } = self.chunks[index];
+        let skip = at - start;
+        let place = match content {
+            Content::Zeros => Where::Zero { allocated: false },
+            Content::Raw { at } => Where::Plain { file: 0, at: at + skip, is_flat: false },
+            Content::Packed { at, packed_len, packing } => {
+                Where::Packed { chunk: Packed { file: 0, at, packed_len, len: end - start, packing }, skip }
             }
         };
-        Box::pin(std::future::ready(Ok(run)))
+        Box::pin(std::future::ready(Ok(Run { len: end - at, place })))
     }
 }

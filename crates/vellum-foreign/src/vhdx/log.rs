@@ -102,18 +102,10 @@ impl Log {
                 None => at += SECTOR,
             }
         }
-        let followed = |entry: &Entry| {
-            valid.get(&(entry.end % self.len)).filter(|next| Some(next.number) == entry.number.checked_add(1))
-        };
-        let mut best: Option<&Entry> = None;
-        for entry in valid.values() {
-            let is_head = followed(entry).is_none();
-            let is_complete = || self.reaches(&valid, entry);
-            if is_head && best.is_none_or(|best| best.number < entry.number) && is_complete() {
-                best = Some(entry);
-            }
-        }
-        let Some(head) = best else {
+        let heads = self.heads(&valid);
+        // The last one of a sequence is complete where the one that it calls the tail leads to it.
+        let complete = valid.values().filter(|entry| heads.get(&entry.tail) == Some(&entry.at));
+        let Some(head) = complete.max_by_key(|entry| entry.number) else {
             return Err(Error::corrupt(
                 "its log is to be replayed, but has no valid entries: the image is damaged, or is being written",
             ));
@@ -127,18 +119,18 @@ impl Log {
         Ok(order.into_iter().map(|at| valid.remove(&at).expect("each once")).collect())
     }
 
-    /// Whether the entries from the tail of this one to itself are all there, one number after the other.
-    fn reaches(&self, valid: &BTreeMap<u64, Entry>, head: &Entry) -> bool {
-        let mut entry = valid.get(&head.tail);
-        // Numbers ascend, so the walk ends.
-        while let Some(now) = entry {
-            if now.at == head.at {
-                return true;
-            }
-            let next = valid.get(&(now.end % self.len));
-            entry = next.filter(|next| Some(next.number) == now.number.checked_add(1));
+    /// For each entry, the last of those that follow it without a gap, one number after the other: each looked at once.
+    fn heads(&self, valid: &BTreeMap<u64, Entry>) -> BTreeMap<u64, u64> {
+        let mut from_last: Vec<&Entry> = valid.values().collect();
+        from_last.sort_unstable_by_key(|entry| std::cmp::Reverse(entry.number));
+        let mut heads = BTreeMap::new();
+        for entry in from_last {
+            let next = valid.get(&(entry.end % self.len));
+            let next = next.filter(|next| Some(next.number) == entry.number.checked_add(1));
+            // Its number is higher, so its own last one is known.
+            heads.insert(entry.at, next.map_or(entry.at, |next| heads[&next.at]));
         }
-        false
+        heads
     }
 
     /// The entry at this place of the ring, if there is a valid one.
@@ -227,5 +219,56 @@ impl Entry {
             patches.put(at, end, Patch::Page(page));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vellum_core::Random;
+
+    use super::*;
+
+    /// Whether the entries from the tail of this one to itself are all there: walked for each.
+    fn reaches(log: &Log, valid: &BTreeMap<u64, Entry>, head: &Entry) -> bool {
+        let mut entry = valid.get(&head.tail);
+        while let Some(now) = entry {
+            if now.at == head.at {
+                return true;
+            }
+            let next = valid.get(&(now.end % log.len));
+            entry = next.filter(|next| next.number == now.number + 1);
+        }
+        false
+    }
+
+    #[test]
+    fn a_sequence_is_complete_where_a_walk_from_its_tail_ends_with_it() {
+        let (mut random, mut complete) = (Random::from_seed(5), 0);
+        for _ in 0..2000 {
+            let sectors = 1 + random.below(24);
+            let log = Log { guid: [1; 16], at: MIB, len: sectors * SECTOR };
+            let (mut valid, mut at, mut number) = (BTreeMap::new(), 0, 1 + random.below(50));
+            while at < log.len {
+                let end = at + SECTOR * (1 + random.below(3));
+                number = if random.below(5) == 0 { 1 + random.below(50) } else { number + 1 };
+                let tail = random.below(sectors) * SECTOR;
+                let (sectors, descriptors) = (Vec::new(), 0);
+                if random.below(8) > 0 {
+                    let entry =
+                        Entry { number, at, end, tail, flushed_len: 0, last_len: 0, sectors, descriptors };
+                    valid.insert(at, entry);
+                }
+                at = end;
+            }
+            let heads = log.heads(&valid);
+            for entry in valid.values() {
+                let followed = valid.get(&(entry.end % log.len));
+                let is_head = followed.is_none_or(|next| next.number != entry.number + 1);
+                let is_complete = is_head && reaches(&log, &valid, entry);
+                assert_eq!(heads.get(&entry.tail) == Some(&entry.at), is_complete);
+                complete += u32::from(is_complete);
+            }
+        }
+        assert!(complete > 500, "{complete} were complete");
     }
 }

@@ -85,7 +85,8 @@ struct Vhdx {
     chunk: u64,
     table_at: u64,
     table_len: u64,
-    log: Option<Log>,
+    /// What its log changes, if that is to be replayed.
+    patches: Option<Arc<Patches>>,
 }
 
 /// The header that counts: of the valid ones the later one.
@@ -109,10 +110,10 @@ pub(crate) async fn look(image: &dyn Storage) -> Result<Description> {
     }
     let log = Log::of_header(&header)?;
     let patches = match &log {
-        Some(log) => log.replay(image).await?,
-        None => Patches::default(),
+        Some(log) => Some(Arc::new(log.replay(image).await?)),
+        None => None,
     };
-    let view = View { image, patches: &patches };
+    let view = View { image, patches: patches.as_deref() };
     let regions = view.regions().await?;
     let region = |wanted: Guid, name: &str| {
         let found = regions.iter().find(|region| region.id == wanted).map(|region| (region.at, region.len));
@@ -145,7 +146,7 @@ pub(crate) async fn look(image: &dyn Storage) -> Result<Description> {
         return Err(Error::corrupt(format!("the block table has {table_len} bytes for {blocks} blocks")));
     }
     let is_to_be_replayed = log.is_some();
-    let vhdx = Vhdx { block, chunk, table_at, table_len, log };
+    let vhdx = Vhdx { block, chunk, table_at, table_len, patches };
     let description = Description::of(ForeignKind::Vhdx, size, vhdx);
     let state = if is_to_be_replayed { "is replayed in memory" } else { "empty" };
     let facts = vec![
@@ -158,7 +159,7 @@ pub(crate) async fn look(image: &dyn Storage) -> Result<Description> {
 /// The file as it is once its log is replayed.
 struct View<'a> {
     image: &'a dyn Storage,
-    patches: &'a Patches,
+    patches: Option<&'a Patches>,
 }
 
 struct Region {
@@ -178,7 +179,9 @@ struct Items {
 impl View<'_> {
     async fn read(&self, at: u64, len: u64) -> Result<Vec<u8>> {
         let mut bytes = read_at(self.image, at, len).await?;
-        self.patches.apply(at, &mut bytes);
+        if let Some(patches) = self.patches {
+            patches.apply(at, &mut bytes);
+        }
         Ok(bytes)
     }
 
@@ -204,8 +207,9 @@ impl View<'_> {
                 continue;
             }
             let is_placed = at >= MIB && at % MIB == 0 && at.checked_add(len).is_some();
-            let is_alone = regions.iter().all(|other| at >= other.at + other.len || other.at >= at + len);
-            if !is_placed || !is_alone || regions.iter().any(|other| other.id == id) {
+            // Computed only where the end is below 2^64.
+            let is_alone = || regions.iter().all(|other| at >= other.at + other.len || other.at >= at + len);
+            if !is_placed || !is_alone() || regions.iter().any(|other| other.id == id) {
                 return Err(Error::corrupt(format!("a region of {len} bytes cannot be at {at:#x}")));
             }
             regions.push(Region { id, at, len });
@@ -260,9 +264,8 @@ impl View<'_> {
 impl Header for Vhdx {
     fn open(&self, mut files: Vec<SharedStorage>) -> LocalFuture<'_, Result<OpenLayout>> {
         Box::pin(async move {
-            if let Some(log) = &self.log {
-                let patches = log.replay(&*files[0]).await?;
-                files[0] = Arc::new(Overlay::new(files[0].clone(), patches));
+            if let Some(patches) = &self.patches {
+                files[0] = Arc::new(Overlay::new(files[0].clone(), patches.clone()));
             }
             let pages = Pages::of(files);
             Ok(OpenLayout::over(pages.clone(), Blocks { header: self.clone(), pages }))

@@ -4,6 +4,7 @@
 //! 2. Nothing is written: the overlay is a storage that is only read.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use vellum_core::pin::Proof;
 use vellum_core::{
@@ -93,12 +94,12 @@ impl Patches {
 /// A file with patches over it.
 pub(super) struct Overlay {
     file: SharedStorage,
-    patches: Patches,
+    patches: Arc<Patches>,
     limits: Limits,
 }
 
 impl Overlay {
-    pub(super) fn new(file: SharedStorage, patches: Patches) -> Self {
+    pub(super) fn new(file: SharedStorage, patches: Arc<Patches>) -> Self {
         let limits = Limits { read_only: true, ..file.limits().clone() };
         Self { file, patches, limits }
     }

@@ -12,12 +12,15 @@
 //! A sparse file with a descriptor in it (monolithic, stream-optimised) is one extent and its own file.
 //!
 //! 1. An extent lies in its file as a whole: one that is shorter is an error when the image is opened.
-//! 2. At most [`EXTENTS_MAX`] extents, and a descriptor of at most [`descriptor::BYTES_MAX`] bytes.
+//! 2. At most [`EXTENTS_MAX`] extents in [`PARTS_MAX`] files, and a descriptor of at most [`descriptor::BYTES_MAX`]
+//!    bytes. A file that several extents name is opened once.
 //!
 //! Left out: seSparse, raw devices, extents that may not be accessed, and encryption.
 
 mod descriptor;
 mod sparse;
+
+use std::collections::BTreeMap;
 
 use vellum_core::{Context, Error, LocalFuture, Result, SharedStorage, Storage};
 
@@ -31,6 +34,8 @@ use sparse::Sparse;
 pub(crate) const SECTOR: u64 = 512;
 /// QEMU makes one for every 2 GiB; 32,768 of them are 64 TiB.
 const EXTENTS_MAX: usize = 32_768;
+/// Each is open as long as the image is. Programs that split a disk of a terabyte make as many.
+const PARTS_MAX: usize = 512;
 
 /// An image as its descriptor says.
 struct Vmdk {
@@ -95,6 +100,7 @@ fn of_many(descriptor: &Descriptor) -> Result<Description> {
         return Err(Error::unsupported(format!("more than {EXTENTS_MAX} extents")));
     }
     let (mut parts, mut extents, mut listed) = (Vec::new(), Vec::new(), Vec::new());
+    let mut places = BTreeMap::new();
     let mut size = 0_u64;
     for extent in &descriptor.extents {
         let len = extent.sectors.checked_mul(SECTOR).filter(|len| *len > 0);
@@ -107,11 +113,19 @@ fn of_many(descriptor: &Descriptor) -> Result<Description> {
         };
         let mut file = 0;
         if let Some(name) = &extent.file {
-            parts.push(name.clone());
-            file = parts.len();
+            file = *places.entry(name.as_str()).or_insert_with(|| {
+                parts.push(name.clone());
+                parts.len()
+            });
         }
         listed.push(extent_fact(extent.file.as_deref().unwrap_or_default(), format, len));
         extents.push(Planned { len, file, kind });
+    }
+    if parts.len() > PARTS_MAX {
+        return Err(Error::unsupported(format!(
+            "it has its data in {} files, and at most {PARTS_MAX} are read: make one of them with `qemu-img convert`",
+            parts.len()
+        )));
     }
     let description = Description::of(ForeignKind::Vmdk, size, Vmdk { extents });
     let description = Description { parts, facts: facts(descriptor, listed), ..description };
@@ -171,6 +185,7 @@ impl Header for Vmdk {
         Box::pin(async move {
             let mut extents = Vec::with_capacity(self.extents.len());
             let mut start = 0;
+            let mut known: BTreeMap<usize, Sparse> = BTreeMap::new();
             for Planned { len, file, kind } in &self.extents {
                 let (len, file, storage) = (*len, *file, &files[*file]);
                 let kind = match kind {
@@ -183,8 +198,12 @@ impl Header for Vmdk {
                     }
                     PlannedKind::Itself(sparse) => OpenKind::Sparse(sparse.clone()),
                     PlannedKind::Sparse => {
-                        let sparse = Sparse::read(&**storage);
-                        let sparse = sparse.await.context(|| format!("the extent {}", storage.name()))?;
+                        let context = || format!("the extent {}", storage.name());
+                        let sparse = match known.get(&file) {
+                            Some(sparse) => sparse.clone(),
+                            None => Sparse::read(&**storage).await.context(context)?,
+                        };
+                        known.insert(file, sparse.clone());
                         if sparse.len < len {
                             return Err(Error::corrupt(format!(
                                 "the extent {} has {} bytes, but {len} are stated for it",

@@ -257,12 +257,22 @@ fn keys_open_an_image_until_they_are_removed() {
         }
         assert!(change(&[], KeyChange::Remove { slot: 7 }).await.unwrap_err().chain().contains("last key"));
         reads(&["key 7"]).await.unwrap();
+        // A secret that all slots have is not removed from any of them.
+        for slot in 0..3 {
+            assert_eq!(change(&["key 7"], add("key 7", None)).await.unwrap(), [slot]);
+        }
+        let the_only_one = KeyChange::RemoveSecret { secret: Secret::new("key 7".into()).unwrap() };
+        assert!(change(&[], the_only_one.clone()).await.unwrap_err().chain().contains("every key slot"));
+        assert_eq!(area.header(&*shared).await.unwrap().active_slots().collect::<Vec<_>>(), [0, 1, 2, 7]);
+        assert_eq!(change(&["key 7"], add("another", None)).await.unwrap(), [3]);
+        assert_eq!(change(&[], the_only_one).await.unwrap(), [0, 1, 2, 7]);
+        reads(&["another"]).await.unwrap();
         // Each slot once more, in any order, and a damaged header.
         let header = Header::read(&*shared).await.unwrap();
         let report = check(&header, &shared, Repair::Nothing, &mut |_| {}).await.unwrap();
         assert!(report.is_clean(), "keys are not leaked: {report:?}");
         shared.write(area.span.start(), Buffer::copy_of(b"SKUL")).await.unwrap();
-        assert_eq!(reads(&["key 7"]).await.unwrap_err().kind(), ErrorKind::Corrupt);
+        assert_eq!(reads(&["another"]).await.unwrap_err().kind(), ErrorKind::Corrupt);
     });
 }
 

@@ -14,7 +14,9 @@
 //!
 //! 1. After [`Header::parse`] the cipher is one that can be read, the material of each slot has its own place behind
 //!    the header and in front of the payload, and no count of iterations takes longer than minutes.
-//! 2. A raw image has its data from the payload on. Inside a qcow2 image the header and the material are a part of
+//! 2. Where a secret is tried on all slots, that takes no longer than minutes either ([`Header::check_work`]); a header
+//!    that would take longer is not made.
+//! 3. A raw image has its data from the payload on. Inside a qcow2 image the header and the material are a part of
 //!    it, and the payload's place means only their end.
 
 use vellum_core::{Context, Error, Result};
@@ -37,6 +39,8 @@ pub(crate) const STRIPES: usize = 4000;
 const ALIGNMENT: u32 = 8;
 /// More iterations are refused: they would take minutes for each slot.
 pub(crate) const ITERATIONS_MAX: u32 = 100_000_000;
+/// All active slots take at most so many iterations, each counted for every piece of a key that the hash makes.
+pub(crate) const WORK_MAX: u64 = 500_000_000;
 /// Fewer are not made.
 pub(crate) const ITERATIONS_MIN: u32 = 1000;
 
@@ -264,6 +268,37 @@ impl Header {
             return Err(Error::corrupt("the key material of a LUKS slot overlaps the data"));
         }
         Ok(())
+    }
+
+    /// What a secret costs that opens none of the slots: iterations, for each piece of a key that the hash makes.
+    fn work(&self) -> u64 {
+        self.active_slots().map(|slot| self.work_of(self.slots[slot].iterations)).sum()
+    }
+
+    fn work_of(&self, iterations: u32) -> u64 {
+        let pieces = |len: usize| len.div_ceil(self.hash.len()) as u64;
+        u64::from(iterations) * pieces(self.key_len)
+            + u64::from(self.digest_iterations) * pieces(self.digest.len())
+    }
+
+    /// Whether a secret can be tried on all slots in some minutes.
+    ///
+    /// # Errors
+    /// `Unsupported` when it cannot.
+    pub fn check_work(&self) -> Result<()> {
+        if self.work() <= WORK_MAX {
+            return Ok(());
+        }
+        Err(Error::unsupported(format!(
+            "its {} key slots ask for so many iterations that trying one secret would take very long: remove slots by \
+             their number with `vellum key remove --slot N`, or open it with cryptsetup",
+            self.active_slots().count()
+        )))
+    }
+
+    /// Whether one more slot of so many iterations leaves a header that can be opened.
+    pub(crate) fn has_room_for_work(&self, iterations: u32) -> bool {
+        self.work() + self.work_of(iterations) <= WORK_MAX
     }
 
     /// The bytes of the header.

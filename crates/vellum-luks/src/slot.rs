@@ -42,7 +42,8 @@ impl Header {
     /// header is written.
     ///
     /// # Errors
-    /// `Invalid` when the slot holds a key already, and the errors of `chance`.
+    /// `Invalid` when the slot holds a key already, or all slots together would take too long to try, and the errors of
+    /// `chance`.
     ///
     /// # Panics
     /// When there is no such slot.
@@ -58,6 +59,12 @@ impl Header {
             return Err(Error::invalid(format!("key slot {index} is in use")));
         }
         let iterations = iterations.clamp(ITERATIONS_MIN, ITERATIONS_MAX);
+        if !self.has_room_for_work(iterations) {
+            return Err(Error::invalid(format!(
+                "with {iterations} iterations in slot {index} too, trying a secret on all slots would take too long: \
+                 choose a shorter time for it, or remove another slot"
+            )));
+        }
         let mut salt = [0; 32];
         chance(&mut salt)?;
         let mut stripes = Zeroizing::new(vec![0; self.key_len * STRIPES]);
@@ -155,6 +162,30 @@ mod tests {
         header.clear_slot(3).unwrap();
         assert!(header.clear_slot(3).is_err() && header.clear_slot(8).is_err());
         assert_eq!(Header::parse(&header.encode()).unwrap().active_slots().collect::<Vec<_>>(), [0]);
+    }
+
+    /// A header whose slots are each within the bound, and together are not.
+    #[test]
+    fn the_work_of_all_slots_is_bounded() {
+        let mut chance = chance(4);
+        let (mut header, key) = new(64, Hash::Sha1).make(&mut chance).unwrap();
+        header.fill_slot(0, &key, &secret("a"), 1000, &mut chance).unwrap();
+        let mut bytes = header.encode();
+        header.check_work().unwrap();
+        for slot in 0..SLOTS {
+            bytes[208 + slot * 48..][..4].copy_from_slice(&0x00AC_71F3_u32.to_be_bytes());
+            bytes[212 + slot * 48..][..4].copy_from_slice(&ITERATIONS_MAX.to_be_bytes());
+        }
+        let mut large = Header::parse(&bytes).expect("it can be described");
+        assert_eq!(large.check_work().unwrap_err().kind(), ErrorKind::Unsupported);
+        for slot in 2..SLOTS {
+            large.clear_slot(slot).unwrap();
+        }
+        assert!(large.check_work().is_err());
+        large.clear_slot(1).unwrap();
+        large.check_work().expect("one of them is within the bound");
+        let more = large.fill_slot(1, &key, &secret("b"), ITERATIONS_MAX, &mut chance).unwrap_err();
+        assert_eq!(more.kind(), ErrorKind::Invalid, "{more}");
     }
 
     #[test]

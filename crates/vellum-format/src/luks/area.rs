@@ -76,6 +76,7 @@ impl KeyArea {
                 storage.name()
             )));
         }
+        header.check_work().context(|| storage.name().to_owned())?;
         let mut materials = Vec::new();
         for slot in header.active_slots() {
             materials.push((slot, Arc::new(self.material(header, slot, &**storage).await?)));

@@ -12,7 +12,8 @@
 //!    written before its state.
 //! 2. A removed slot's material is destroyed only once the slot is durably marked as empty. A crash in between leaves
 //!    material without its salt, which is of no use.
-//! 3. At each moment at least one slot holds the key: a crash cannot lose it.
+//! 3. At each moment at least one slot holds the key: a crash cannot lose it. What would remove the last one changes
+//!    nothing.
 
 use std::sync::Arc;
 
@@ -98,6 +99,12 @@ async fn change_inner(
             if slots.is_empty() {
                 return Err(Error::invalid("no key slot is opened by this secret"));
             }
+            if slots.len() == header.active_slots().count() {
+                return Err(Error::invalid(
+                    "this secret opens every key slot that is in use: without it nobody can read the image any more. Add \
+                     another key first, or remove slots by their number",
+                ));
+            }
             for slot in &slots {
                 remove(area, image, &mut header, *slot, chance).await?;
             }
@@ -112,6 +119,7 @@ async fn slots_of(
     header: &Header,
     secret: &Secret,
 ) -> Result<Vec<usize>> {
+    header.check_work()?;
     let mut slots = Vec::new();
     for slot in header.active_slots() {
         let material = area.material(header, slot, &**image).await?;

@@ -16,7 +16,7 @@
 //! so.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use vellum_core::pin::Pin;
 use vellum_core::{
@@ -74,6 +74,18 @@ pub struct OpenOptions {
     /// From where a block that is written in part is completed; what the image has below, when not given. Both read as
     /// the same: a cache does not keep what is read from here.
     pub fills: Option<SharedDisk>,
+    /// From where tables are read, where a cache keeps them; from the image, when not given.
+    pub tables: Option<CachedTables>,
+}
+
+/// The tables of an image, where a cache keeps them.
+#[derive(Clone)]
+pub struct CachedTables {
+    /// The image file, for reads of its tables; reads as the file does. What is written, through whatever handle, this knows
+    /// before it reaches the file.
+    pub storage: SharedStorage,
+    /// Counts entries that were looked up, each once, whether or not they had to be read first.
+    pub lookups: Arc<AtomicU64>,
 }
 
 impl Default for OpenOptions {
@@ -91,6 +103,7 @@ impl Default for OpenOptions {
             may_be_weak: false,
             flash: None,
             fills: None,
+            tables: None,
         }
     }
 }

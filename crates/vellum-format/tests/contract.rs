@@ -13,6 +13,7 @@ use vellum_core::{
     Buffer, CheckedDisk, Disk, GuestOffset, HostTally, LocalFuture, MemoryDisk, MemoryStorage, Result,
     SharedDisk, SharedStorage, Storage, WriteFlags,
 };
+use vellum_format::image::CachedTables;
 use vellum_format::qcow2::check::check;
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Preallocation, Qcow2, create};
 use vellum_format::report::Repair;
@@ -22,6 +23,7 @@ struct Qcow2Fixture {
     options: CreateOptions,
     base: Option<Vec<u8>>,
     mapping_bytes_max: u64,
+    by_sectors: bool,
     /// Space is prepared beside every request.
     prealloc: Option<Prealloc>,
     image: RefCell<Option<Arc<MemoryStorage>>>,
@@ -35,6 +37,7 @@ impl Qcow2Fixture {
             options,
             base,
             mapping_bytes_max: 1 << 20,
+            by_sectors: false,
             prealloc: None,
             image: RefCell::default(),
             data_file: RefCell::default(),
@@ -54,6 +57,8 @@ impl Qcow2Fixture {
             below: self.base.as_ref().map(|base| MemoryDisk::holding(base) as SharedDisk),
         };
         let mut options = OpenOptions { mapping_bytes_max: self.mapping_bytes_max, ..OpenOptions::default() };
+        options.tables =
+            self.by_sectors.then(|| CachedTables { storage: files.image.clone(), lookups: Arc::default() });
         let Some(prealloc) = self.prealloc else {
             return Ok(CheckedDisk::new(Qcow2::open(header, files, options).await?));
         };
@@ -176,6 +181,16 @@ fn a_mapping_that_does_not_fit_memory() {
     let options = CreateOptions { cluster_size: 512, ..CreateOptions::without_journal() };
     let fixture = Qcow2Fixture { mapping_bytes_max: 4096, ..Qcow2Fixture::new(options, true) };
     block_on(contract::disk(&fixture));
+}
+
+#[test]
+fn a_mapping_by_sectors_that_does_not_fit_memory() {
+    for (cluster_size, extended_l2) in [(1024, false), (16_384, true)] {
+        let options = CreateOptions { cluster_size, extended_l2, ..CreateOptions::default() };
+        let fixture = Qcow2Fixture::new(options, true);
+        let fixture = Qcow2Fixture { mapping_bytes_max: 0, by_sectors: true, ..fixture };
+        block_on(contract::disk(&fixture));
+    }
 }
 
 #[test]

@@ -222,6 +222,8 @@ fn encrypted_journal_with_subclusters_over_a_base() {
 #[test]
 fn journal_with_little_memory() {
     explore(&QcowSubject::journal_small_cache(), 2);
+    explore(&QcowSubject::journal_sectors(), 2);
+    explore(&QcowSubject::sectors(), 2);
 }
 
 #[test]

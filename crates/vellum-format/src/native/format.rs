@@ -258,6 +258,7 @@ impl Head for Superblocks {
             clock: options.clock,
             flash: options.flash,
             fills: options.fills,
+            tables: options.tables,
             ..OpenOptions::default()
         };
         Box::pin(async move { Native::open(files.image, files.below, options).await.map(opened) })

@@ -55,6 +55,8 @@ pub struct Native {
     pub(super) superblocks: Arc<async_lock::Mutex<Superblocks>>,
     /// The image, through the path for metadata.
     pub(super) metadata: SharedStorage,
+    /// The same storage, for reads of tables: through the cache that keeps them, if there is one.
+    pub(super) tables: SharedStorage,
     /// The same storage, for the writes of checkpoints.
     pub(super) checkpoint_storage: SharedStorage,
     /// The same storage, for guest data.
@@ -249,7 +251,7 @@ impl Native {
                 self.home.hold(missing, &view.page(missing.0).await?);
                 Ok(())
             }
-            _ => self.home.load(&*self.metadata, missing, place).await,
+            _ => self.home.load(&*self.tables, missing, place).await,
         }
     }
 

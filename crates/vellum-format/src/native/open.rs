@@ -26,6 +26,7 @@ use super::unfinished::{self, Found, Then};
 use super::units::Units;
 use super::zone_state::Zones;
 use crate::engine::{Close as _, Commit as _, Engine};
+use crate::image::CachedTables;
 use crate::journal::{Journal, Overlaid};
 use crate::prealloc::{Need, Prealloc};
 use crate::session::{CacheId, may_use};
@@ -55,6 +56,8 @@ pub struct OpenOptions {
     /// From where a block that is written in part is completed; what the image has below, when not given. Both read as
     /// the same: a cache does not keep what is read from here.
     pub fills: Option<SharedDisk>,
+    /// From where tables are read, where a cache keeps them; from the image, when not given.
+    pub tables: Option<CachedTables>,
 }
 
 impl Native {
@@ -137,7 +140,11 @@ impl Native {
         let wanted = options.snapshot.as_deref();
         let (places, view) = read_places(&metadata, superblock, wanted, read_only).await?;
         let home = HomePages::new(places.homes());
-        let space = Space::read(&metadata, superblock, &places, &home, read_only).await?;
+        let tables = match options.tables {
+            Some(tables) => Tallied::shared(tables.storage, options.tally.metadata.clone()),
+            None => metadata.clone(),
+        };
+        let space = Space::read(&tables, superblock, &places, &home, read_only).await?;
         let Some(Space { units, views }) = space else {
             return Ok(Opened::Unfinished(None, Found::BehindTheEnd));
         };
@@ -152,6 +159,7 @@ impl Native {
             checkpoint_storage: Tallied::shared(image.clone(), options.tally.checkpoint.clone()),
             ahead: Tallied::shared(image.clone(), options.tally.prealloc.clone()),
             metadata,
+            tables,
             data,
             under,
             fills: options.fills.or_else(|| below.clone()),

@@ -326,6 +326,7 @@ fn with_cipher(options: Options, cipher: Option<Arc<SectorCipher>>) -> OpenOptio
         clock: options.clock,
         flash: options.flash,
         fills: options.fills,
+        tables: options.tables,
         cipher,
     }
 }

@@ -65,6 +65,8 @@ pub struct Qcow2 {
     pub(crate) entries: Entries,
     /// The image file, for metadata.
     pub(crate) metadata: SharedStorage,
+    /// The image file again, for reads of tables: through the cache that keeps them, if there is one.
+    pub(crate) tables: SharedStorage,
     /// The image file again, for the writes of checkpoints.
     pub(crate) checkpoint_storage: SharedStorage,
     /// The storage of guest data: the image file again, or the external data file.
@@ -182,7 +184,7 @@ impl Qcow2 {
         loop {
             {
                 let _loading = self.mapping.loading(number).await;
-                if self.mapping.page(number).is_some() {
+                if self.mapping.has_page(number) {
                     return Ok(());
                 }
                 let Some(place) = self.page_place(number)? else { return Ok(()) };
@@ -218,8 +220,8 @@ impl Qcow2 {
             return Ok(page);
         }
         let len = usize::try_from(place.len()).expect("a page is small");
-        let buffer = self.metadata.read(place.start(), Buffer::for_overwrite(len)).await?;
-        Ok(Arc::from(buffer.slice()))
+        let buffer = self.tables.read(place.start(), Buffer::for_overwrite(len)).await?;
+        Ok(Arc::from(buffer.contiguous().slice()))
     }
 
     /// Refuses a page whose entries would send guest writes into the image's own metadata.

@@ -167,6 +167,11 @@ impl Mapping {
         self.pages.get(number)
     }
 
+    /// Whether the page is in memory.
+    pub(crate) fn has_page(&self, number: u64) -> bool {
+        self.pages.has(number)
+    }
+
     /// Keeps a page in memory. Fails when all pages that could make room are dirty.
     pub(crate) fn insert(&self, page: Arc<Page>) -> Result<(), SetFull> {
         self.pages.insert(page)

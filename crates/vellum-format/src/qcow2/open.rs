@@ -33,10 +33,13 @@ use crate::Prealloc;
 use crate::engine::Engine;
 use crate::handover::may_change;
 use crate::hash::HashSet;
-use crate::image::{Files, MAPPING_BYTES_DEFAULT};
+use crate::image::{CachedTables, Files, MAPPING_BYTES_DEFAULT};
 use crate::journal::record::{BYTES_MAX, BYTES_MIN};
 use crate::session::{CacheId, may_use};
 use crate::truth::settle;
+
+/// What a page in memory takes beside its bytes, which counts where pages are sectors.
+const SECTOR_COST: u64 = 192;
 
 /// How an image is opened.
 #[derive(Clone)]
@@ -66,6 +69,8 @@ pub struct OpenOptions {
     /// From where a block that is written in part is completed; what the image has below, when not given. Both read as
     /// the same: a cache does not keep what is read from here.
     pub fills: Option<SharedDisk>,
+    /// From where tables are read, where a cache keeps them; from the image, when not given.
+    pub tables: Option<CachedTables>,
 }
 
 impl Default for OpenOptions {
@@ -82,6 +87,7 @@ impl Default for OpenOptions {
             cipher: None,
             flash: None,
             fills: None,
+            tables: None,
         }
     }
 }
@@ -112,8 +118,13 @@ impl Qcow2 {
             (false, _) => files.image,
         };
         let data = Tallied::shared(data, options.tally.data.clone());
+        let lookups = options.tables.as_ref().map(|tables| tables.lookups.clone());
+        let tables = match options.tables {
+            Some(tables) => Tallied::shared(tables.storage, options.tally.metadata.clone()),
+            None => image.clone(),
+        };
         let Tables { l1, size, refcounts } =
-            Tables::read(&header, &image, options.snapshot.as_deref(), read_only).await?;
+            Tables::read(&header, &tables, options.snapshot.as_deref(), read_only).await?;
         encrypted::check(&header, size, options.cipher.is_some())?;
         let cipher = options.cipher.filter(|_| header.encryption().is_some());
         let encrypted = cipher.map(|cipher| Encrypted::new(cipher, options.offload.clone()));
@@ -141,13 +152,14 @@ impl Qcow2 {
             cluster,
             entries,
             metadata: image,
+            tables,
             checkpoint_storage,
             data,
             plain,
             encrypted,
             fills: options.fills.or_else(|| files.below.clone()),
             below: files.below,
-            mapping: mapping(cluster, entries, l1, size, options.mapping_bytes_max),
+            mapping: mapping(cluster, entries, l1, size, options.mapping_bytes_max, lookups),
             refcount_loads: Default::default(),
             late: Default::default(),
             refcounts,
@@ -221,14 +233,29 @@ fn journal(header: &Header, key: Option<u128>, read_only: bool) -> Option<Journa
     }
 }
 
-/// The mapping of a disk of `size` bytes, with memory for at most `bytes_max` of it.
-fn mapping(cluster: BlockSize, entries: Entries, l1: L1, size: u64, bytes_max: u64) -> Mapping {
-    let page_bytes = usize::try_from(METADATA_PAGE.min(cluster).bytes()).expect("a page is small");
-    let pages_needed =
-        (size.div_ceil(cluster.bytes()) * 8 * entries.words() as u64).div_ceil(page_bytes as u64);
-    let pages_max = (bytes_max / page_bytes as u64).clamp(16, pages_needed.max(16));
+/// The mapping of a disk of `size` bytes, with memory for at most `bytes_max` of it. Where a cache keeps the tables, and not all
+/// of them fit, it is held by sectors: what is read anew is near, and entries that are far apart are all that is held.
+fn mapping(
+    cluster: BlockSize,
+    entries: Entries,
+    l1: L1,
+    size: u64,
+    bytes_max: u64,
+    lookups: Option<Arc<AtomicU64>>,
+) -> Mapping {
+    let all = size.div_ceil(cluster.bytes()) * 8 * entries.words() as u64;
+    let (page, cost) = match lookups.is_some() && all > bytes_max {
+        true => (BlockSize::SECTOR, BlockSize::SECTOR.bytes() + SECTOR_COST),
+        false => (METADATA_PAGE, METADATA_PAGE.min(cluster).bytes()),
+    };
+    let page_bytes = page.min(cluster).bytes();
+    let pages_max = (bytes_max / cost).clamp(16, all.div_ceil(page_bytes).max(16));
     let pages = Pages::with_room_for(usize::try_from(pages_max).expect("bounded by memory"));
-    Mapping::new(cluster, entries, page_bytes, l1, pages)
+    let pages = match lookups {
+        Some(lookups) => pages.counted(lookups),
+        None => pages,
+    };
+    Mapping::new(cluster, entries, usize::try_from(page_bytes).expect("a page is small"), l1, pages)
 }
 
 /// What is read of the tables when an image is opened.

@@ -201,16 +201,21 @@ impl Page {
 }
 
 struct Way {
-    /// Page number + 1; 0 when empty. Written after the page, so a match may still be stale and is checked.
+    /// Page number + 1, and whether that is [`COUNTED`]; 0 when empty. Written after the page, so a match may still be stale and is checked.
     tag: AtomicU64,
     page: ArcSwapOption<Page>,
     used: AtomicBool,
 }
 
+/// The tag of a page in memory whose finding is counted, beside its number + 1: a look that does not count passes it by.
+const COUNTED: u64 = 1 << 63;
+
 /// All pages in memory.
 pub(crate) struct Pages {
     ways: Box<[Way]>,
     sets: u64,
+    /// Counts what was found, where that is wanted. Then all tags have [`COUNTED`].
+    found: Option<Arc<AtomicU64>>,
     /// The position of each set's clock hand. The lock also orders insertions into the set.
     hands: Box<[Mutex<usize>]>,
 }
@@ -228,8 +233,15 @@ impl Pages {
         Self {
             ways: (0..sets * WAYS).map(|_| way()).collect(),
             sets: sets as u64,
+            found: None,
             hands: (0..sets).map(|_| Mutex::new(0)).collect(),
         }
+    }
+
+    /// Counts each look that finds its page.
+    pub(crate) fn counted(mut self, found: Arc<AtomicU64>) -> Self {
+        self.found = Some(found);
+        self
     }
 
     /// How many pages fit.
@@ -250,8 +262,34 @@ impl Pages {
 
     /// The page, if it is in memory. Never waits.
     pub(crate) fn get(&self, number: u64) -> Option<Guard<Option<Arc<Page>>>> {
+        match self.find(number, number + 1) {
+            None => self.find_counted(number),
+            found => found,
+        }
+    }
+
+    /// What is counted costs nothing where nothing is counted and the page is found.
+    #[cold]
+    fn find_counted(&self, number: u64) -> Option<Guard<Option<Arc<Page>>>> {
+        let count = self.found.as_ref()?;
+        let found = self.find(number, (number + 1) | COUNTED)?;
+        count.fetch_add(1, Ordering::Relaxed);
+        Some(found)
+    }
+
+    /// Whether the page is in memory, for one who does not look anything up in it.
+    pub(crate) fn has(&self, number: u64) -> bool {
+        self.find(number, self.tag(number)).is_some()
+    }
+
+    fn tag(&self, number: u64) -> u64 {
+        (number + 1) | if self.found.is_some() { COUNTED } else { 0 }
+    }
+
+    #[inline]
+    fn find(&self, number: u64, tag: u64) -> Option<Guard<Option<Arc<Page>>>> {
         for way in self.ways_of(self.set_of(number)) {
-            if way.tag.load(Ordering::Acquire) != number + 1 {
+            if way.tag.load(Ordering::Acquire) != tag {
                 continue;
             }
             let page = way.page.load();
@@ -279,7 +317,7 @@ impl Pages {
         way.tag.store(0, Ordering::Release);
         way.page.store(Some(page));
         way.used.store(true, Ordering::Relaxed);
-        way.tag.store(number + 1, Ordering::Release);
+        way.tag.store(self.tag(number), Ordering::Release);
         Ok(())
     }
 

@@ -9,11 +9,14 @@ pub(crate) mod native;
 mod qemu;
 mod snapped;
 
+use std::sync::Arc;
+
 use futures_lite::future::block_on;
 use vellum_core::{
     Buffer, Disk, GuestOffset, HostTally, LocalFuture, MemoryDisk, Random, Result, SharedDisk, SharedStorage,
 };
 use vellum_format::Prealloc;
+use vellum_format::image::CachedTables;
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
 use vellum_format::raw::Raw;
 use vellum_sim::Content;
@@ -54,6 +57,8 @@ pub(crate) struct QcowSubject {
     device: Option<u64>,
     /// Memory for the mapping is as small as it can be.
     has_small_cache: bool,
+    /// The mapping is held by sectors.
+    by_sectors: bool,
     /// The places follow each other.
     is_in_a_row: bool,
     /// Space is prepared ahead of need, beside every request.
@@ -74,6 +79,7 @@ impl QcowSubject {
             may_leak,
             device: None,
             has_small_cache: false,
+            by_sectors: false,
             is_in_a_row: false,
             is_tended: false,
             made: None,
@@ -162,6 +168,19 @@ impl QcowSubject {
         let options = CreateOptions { journal: Some(64 << 10), ..Self::options(512) };
         let new = Self::new("qcow2 with a journal and little memory", options, false, 32 << 10);
         Self { has_small_cache: true, ..new }
+    }
+
+    /// The same, by sectors, two of them in each table.
+    pub(crate) fn journal_sectors() -> Self {
+        let options = CreateOptions { journal: Some(64 << 10), ..Self::options(1024) };
+        let new = Self::new("qcow2 with a journal and little memory, by sectors", options, false, 32 << 10);
+        Self { has_small_cache: true, by_sectors: true, ..new }
+    }
+
+    /// Without a journal.
+    pub(crate) fn sectors() -> Self {
+        let new = Self::new("qcow2 with little memory, by sectors", Self::options(1024), false, 32 << 10);
+        Self { has_small_cache: true, by_sectors: true, ..new }
     }
 
     /// The same images, with space prepared ahead.
@@ -270,9 +289,11 @@ impl Subject for QcowSubject {
         Box::pin(async move {
             let image = self.on_its_medium(image);
             let header = Header::read(&*image).await?;
+            let tables = CachedTables { storage: image.clone(), lookups: Arc::default() };
             let files = Files { image, data_file: None, below: self.below.clone() };
             let cipher = cipher_of(&self.setup.options);
             let mut options = OpenOptions { journal_key: Some(1), cipher, ..OpenOptions::default() };
+            options.tables = self.by_sectors.then_some(tables);
             if self.has_small_cache {
                 options.mapping_bytes_max = 0;
             }

@@ -65,6 +65,7 @@ impl Native {
             places,
             superblocks: self.superblocks.clone(),
             metadata: self.metadata.clone(),
+            tables: self.tables.clone(),
             checkpoint_storage: self.checkpoint_storage.clone(),
             ahead: self.ahead.clone(),
             data: self.data.clone(),

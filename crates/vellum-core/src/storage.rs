@@ -131,6 +131,15 @@ pub trait Storage: Send + Sync {
         Box::pin(std::future::ready(Ok(self.proof())))
     }
 
+    /// When anything of it was changed last, as the host says it now: a number that only later changes make larger, and that no
+    /// program can set. `None` where there is no such thing.
+    ///
+    /// # Errors
+    /// Those of the host.
+    fn changed_at(&self) -> LocalFuture<'_, Result<Option<i128>>> {
+        Box::pin(std::future::ready(Ok(None)))
+    }
+
     /// What the server of the storage says about it, for people, as it was found when it was opened; empty where there is
     /// none.
     fn description(&self) -> String {

@@ -175,6 +175,10 @@ impl Storage for Tallied {
         self.inner.proof_now()
     }
 
+    fn changed_at(&self) -> LocalFuture<'_, Result<Option<i128>>> {
+        self.inner.changed_at()
+    }
+
     fn description(&self) -> String {
         self.inner.description()
     }

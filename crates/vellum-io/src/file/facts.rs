@@ -105,6 +105,11 @@ pub(super) fn proof(stat: &Stat, len: u64) -> Option<Proof> {
     Proof::new(ProofKind::File, len, format!("{}@{nanoseconds}", stat.st_ino)).ok()
 }
 
+/// When anything of the file was changed last, in nanoseconds: its bytes, its length, its names, its other times.
+pub(super) fn changed_at(stat: &Stat) -> i128 {
+    i128::from(stat.st_ctime) * 1_000_000_000 + i128::from(stat.st_ctime_nsec)
+}
+
 fn of_device(file: &OwnedFd, stat: &Stat, options: &OpenOptions, name: &str) -> Result<Facts> {
     let failed = |errno: Errno| Error::io(errno.into(), format!("can't find out the size of {name}"));
     let sector = rustix::fs::ioctl_blksszget(file).map_err(failed)?;

@@ -292,6 +292,15 @@ impl Storage for File {
         Box::pin(self.prove_now())
     }
 
+    fn changed_at(&self) -> LocalFuture<'_, Result<Option<i128>>> {
+        Box::pin(async move {
+            match self.kind {
+                Kind::Regular => Ok(Some(facts::changed_at(&self.look().await?))),
+                Kind::Block { .. } => Ok(None),
+            }
+        })
+    }
+
     fn look_at_len(&self) -> LocalFuture<'_, Result<u64>> {
         Box::pin(self.ask_for_len())
     }

@@ -80,11 +80,25 @@ pub enum Bug {
     VoidKept,
     /// A block that two write through at the same time stays cached.
     ContestedKept,
+    /// A write of a table leaves what flash has of it believed.
+    TableKeptThoughWritten,
+    /// A table that was read anew is believed although it was written meanwhile.
+    TableAnewThoughWritten,
+    /// A table that is first read while it is being written is believed.
+    ChangeUnderWayForgotten,
+    /// Tables keep their name while their image is open for writing, so an unclean end leaves them believed.
+    NameLeftToTables,
+    /// A write of a table that an earlier opening has left on flash, and that this one has not read, is not noticed.
+    TablesUnknownAtOpening,
+    /// A clean close names tables together with what was written since flash has got them.
+    TablesNamedThoughWritten,
+    /// A clean close names tables before their image is flushed.
+    TablesNamedUnflushed,
 }
 
 impl Bug {
     /// All of them.
-    pub const ALL: [Self; 36] = [
+    pub const ALL: [Self; 43] = [
         Self::NoChecks,
         Self::CleanWithoutChecks,
         Self::InPlaceOverClean,
@@ -121,6 +135,13 @@ impl Bug {
         Self::ThroughOverChecked,
         Self::VoidKept,
         Self::ContestedKept,
+        Self::TableKeptThoughWritten,
+        Self::TableAnewThoughWritten,
+        Self::ChangeUnderWayForgotten,
+        Self::NameLeftToTables,
+        Self::TablesUnknownAtOpening,
+        Self::TablesNamedThoughWritten,
+        Self::TablesNamedUnflushed,
     ];
 }
 

@@ -10,6 +10,7 @@ use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use common::explorer::{Counts, Setup, explore};
+use common::tables::explore as explore_tables;
 use vellum_flash::sabotage::{Bug, put_in};
 
 /// What is tried, in turn.
@@ -74,6 +75,7 @@ macro_rules! found {
         #[test]
         fn every_mistake_has_a_test() {
             let tested = [$(Bug::$bug,)* Bug::ReusedBesideReaders];
+            let tested: Vec<Bug> = tested.into_iter().chain(OF_TABLES).collect();
             assert!(Bug::ALL.iter().all(|bug| tested.contains(bug)));
         }
     };
@@ -131,4 +133,37 @@ fn reused_beside_readers() {
     let trial = catch_unwind(common::readers::slots_are_not_reused_beside_a_reader);
     put_in(None);
     assert!(!matches!(trial, Ok(Ok(()))), "the slot has another owner while it is read");
+}
+
+/// Mistakes with tables, which only the explorer of tables can find.
+const OF_TABLES: [Bug; 7] = [
+    Bug::TableKeptThoughWritten,
+    Bug::TableAnewThoughWritten,
+    Bug::ChangeUnderWayForgotten,
+    Bug::NameLeftToTables,
+    Bug::TablesUnknownAtOpening,
+    Bug::TablesNamedThoughWritten,
+    Bug::TablesNamedUnflushed,
+];
+
+#[test]
+#[allow(clippy::print_stderr, reason = "how soon each is found is worth knowing")]
+fn mistakes_with_tables() {
+    for bug in OF_TABLES {
+        put_in(Some(bug));
+        let mut states = 0;
+        let found = (0..400u64).find_map(|seed| {
+            let slots = if seed.is_multiple_of(2) { 64 } else { 24 };
+            match explore_tables(slots, seed) {
+                Ok(counts) => {
+                    states += counts.states;
+                    None
+                }
+                Err(what) => Some(what),
+            }
+        });
+        put_in(None);
+        let what = found.unwrap_or_else(|| panic!("{bug:?} was not found in {states} states"));
+        eprintln!("{bug:?}: found after {states} states: {what}");
+    }
 }

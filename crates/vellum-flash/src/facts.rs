@@ -60,6 +60,8 @@ pub struct RowFacts {
     pub has_record: bool,
     /// The disk is open.
     pub is_open: bool,
+    /// It is not a disk, but the tables of an image.
+    pub is_tables: bool,
     /// Blocks that have slots.
     pub blocks: u64,
     /// Those of them that home may have older.
@@ -120,6 +122,7 @@ fn row_facts(state: &State, row: &Row, is_open: bool) -> RowFacts {
         newest: SessionNumber::new(row.newest.to_be_bytes()),
         has_record: row.has_record,
         is_open,
+        is_tables: crate::metadata::is_of_tables(row),
         blocks: counts.blocks,
         dirty_blocks: counts.dirty,
         zero_blocks: state.runs_of(row.number).map(|run| run.blocks).sum(),

@@ -57,7 +57,7 @@ impl Home {
         written
     }
 
-    fn drop_fetched(&self) {
+    pub(crate) fn drop_fetched(&self) {
         let mut fetched = lock(&self.fetched);
         let bytes = fetched.drain(..).map(|fetched| fetched.bytes).sum();
         self.cache.fetched_bytes.fetch_sub(bytes, Ordering::Relaxed);
@@ -157,7 +157,7 @@ impl FlashCache {
 
     /// For blocks that were read, or are written through: clean ones give up their slots, this many more than would be
     /// missed; and what waits for a record gets one when its share of the next is used up.
-    async fn make_spare(&self, more: u32) -> Result<()> {
+    pub(crate) async fn make_spare(&self, more: u32) -> Result<()> {
         let is_due = {
             let mut state = self.state();
             state.reclaim(&self.epochs);

@@ -171,7 +171,7 @@ impl FlashCache {
     }
 
     /// Clean rows of this disk, which no image names any more; and, when there is no other row left, the first clean one.
-    fn forget_useless(&self, disk: u128) {
+    pub(crate) fn forget_useless(&self, disk: u128) {
         let rows: Vec<Row> = self.state().ledger.rows.values().copied().collect();
         let is_full = rows.len() >= usize::from(crate::layout::ROWS_MAX);
         let mut is_spare = is_full;
@@ -184,7 +184,7 @@ impl FlashCache {
         }
     }
 
-    fn draw_number(&self) -> u128 {
+    pub(crate) fn draw_number(&self) -> u128 {
         let mut random = lock(&self.random);
         (u128::from(random.any()) << 64 | u128::from(random.any())).max(1)
     }

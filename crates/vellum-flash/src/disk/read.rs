@@ -97,7 +97,7 @@ impl Home {
         pieces
     }
 
-    pub(super) async fn read(&self, at: GuestOffset, buffer: Buffer, admits: bool) -> Result<Buffer> {
+    pub(crate) async fn read(&self, at: GuestOffset, buffer: Buffer, admits: bool) -> Result<Buffer> {
         let span = self.check(GuestSpan::checked(at, buffer.len() as u64))?;
         if span.is_empty() {
             return Ok(buffer);

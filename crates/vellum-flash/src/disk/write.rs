@@ -391,7 +391,11 @@ impl Home {
     // Past the cache.
 
     /// Makes a change of home, after which nothing is cached of these bytes.
-    async fn drop_cached(&self, span: GuestSpan, change: impl AsyncFnOnce() -> Result<()>) -> Result<()> {
+    pub(crate) async fn drop_cached(
+        &self,
+        span: GuestSpan,
+        change: impl AsyncFnOnce() -> Result<()>,
+    ) -> Result<()> {
         let blocks = span.start().bytes() / BLOCK_BYTES..span.end().bytes().div_ceil(BLOCK_BYTES);
         let first = Key::new(self.row, blocks.start);
         let number = blocks.end - blocks.start;

@@ -15,6 +15,7 @@ use vellum_core::{
 
 pub mod explorer;
 pub mod readers;
+pub mod tables;
 
 pub const ID: [u8; 16] = [7; 16];
 pub const SECRET: u64 = 0x5EC2_E700_0000_0001;

@@ -27,7 +27,7 @@ use vellum_export::nbd::Exports;
 use vellum_io::{Listener, Stream, clock, spawn_local};
 
 use crate::contained::{contained, in_rounds};
-use crate::flash::FlashOperations;
+use crate::flash::{FlashOperations, TableReads};
 use crate::served::Disks;
 use crate::stats::{DiskStats, HostOperations, Operations, Stats};
 
@@ -250,6 +250,26 @@ impl Counted {
         let bytes = |of: &FlashOperations| vec![("write", of.write_bytes), ("admit", of.admit_bytes)];
         let help = "Bytes written to flash for the disk, for writes and to keep what was read";
         self.counters(to, ("vellum_flash_bytes", help, "for"), |disk| both(disk, bytes))?;
+        let reads = |of: &TableReads| {
+            vec![
+                ("memory", of.memory_hits),
+                ("zero", of.zeros),
+                ("flash", of.flash_hits),
+                ("image", of.misses),
+            ]
+        };
+        let tables = |disk: &DiskStats| disk.flash.iter().flat_map(|flash| reads(&flash.tables)).collect();
+        let help = "Where tables of the image were found: lookups in memory, reads that were known to be zero, from flash, and from \
+                    the image";
+        self.counters(to, ("vellum_flash_tables", help, "where"), tables)?;
+        let below =
+            |disk: &DiskStats| disk.flash.iter().flat_map(|flash| reads(&flash.below_tables)).collect();
+        let help = "The same for the images below it; disks that share those images share these";
+        self.counters(to, ("vellum_flash_below_tables", help, "where"), below)?;
+        let bytes =
+            |disk: &DiskStats| disk.flash.iter().map(|flash| ("", flash.tables.flash_write_bytes)).collect();
+        let help = "Bytes written to flash to keep tables of the image";
+        self.counters(to, ("vellum_flash_table_bytes", help, ""), bytes)?;
         let dirty = |disk: &DiskStats| disk.flash.iter().map(|flash| ("", flash.dirty_bytes)).collect();
         self.gauges(
             to,
@@ -434,6 +454,8 @@ mod tests {
                 last_error: None,
                 disk: FlashOperations { hits: 9, ..FlashOperations::default() },
                 below: FlashOperations { admitted: 3, ..FlashOperations::default() },
+                tables: TableReads { flash_hits: 11, flash_write_bytes: 65_536, ..TableReads::default() },
+                below_tables: TableReads { misses: 12, ..TableReads::default() },
             }),
             paused_seconds: None,
             held: 2,

@@ -54,7 +54,7 @@ use vellum_format::{FormatKind, Prealloc, needs_replay, probe, replayed_in_memor
 use crate::gate::{Gate, Trust};
 use crate::hydrate::{BaseFiles, Tap, TapOptions};
 use below::{Below, Stand};
-pub use flash::{FlashChoice, Flashed};
+pub use flash::{FlashChoice, Flashed, FlashedTables};
 use forks::Fork;
 pub(crate) use pins::said;
 use pins::{FoundBelow, check_content_id, files_below};
@@ -202,6 +202,8 @@ pub struct Member {
     pub opened: Opened,
     /// The flash cache over its disk.
     pub flash: Option<Flashed>,
+    /// The flash cache between the image and its tables.
+    pub tables: Option<FlashedTables>,
 }
 
 /// An open chain.
@@ -306,7 +308,21 @@ impl Chain {
             image.hold_against_pin(below, options).await.map_err(|error| step.describe(error))?;
         }
         let top_tally = HostTally::default();
+        let flash_id = match &options.flash {
+            Some(_) => way.opener().identities(vec![step.canonical.clone()]).await,
+            None => None,
+        };
+        let flash_id = flash_id.and_then(|found| found.first().copied());
+        let tables = flash::over_tables(
+            options,
+            &*image.head,
+            &image.storage,
+            flash_id.as_ref(),
+            options.is_written(),
+        );
+        let tables = tables.await.map_err(|error| step.describe(error))?;
         let how = How {
+            tables: tables.as_ref(),
             read_only: options.read_only,
             snapshot: options.snapshot.clone(),
             tally: &top_tally,
@@ -321,16 +337,12 @@ impl Chain {
         let opened = open_disk(&*head, files, &parts, how).await;
         let opened = opened.map_err(|error| way_down::describe(error, &path, 0))?;
         let is_snapshot = options.snapshot.is_some();
-        let mut top = Member { path, storage, data_file, parts, head, is_snapshot, opened, flash: None };
+        let mut top =
+            Member { path, storage, data_file, parts, head, is_snapshot, opened, flash: None, tables };
         if let Some(tap) = &tap {
             tap.is_below(&*top.opened.disk);
         }
         let options = options.clone();
-        let flash_id = match &options.flash {
-            Some(_) => way.opener().identities(vec![step.canonical.clone()]).await,
-            None => None,
-        };
-        let flash_id = flash_id.and_then(|found| found.first().copied());
         if let Err(error) = top.put_under_flash(&options, flash_id.as_ref()).await {
             // It is as it was found, or recovered.
             drop(top.opened.disk.close().await);
@@ -455,8 +467,22 @@ impl Member {
         Ok(())
     }
 
+    /// Closes it for good.
     async fn close(&self) -> Result<()> {
+        let closed = self.close_disk().await;
+        self.close_tables(closed.is_ok()).await;
+        closed
+    }
+
+    async fn close_disk(&self) -> Result<()> {
         self.disk().close().await.context(|| format!("can't close {}", self.path.display()))
+    }
+
+    /// After its disk was closed. The image is what it is by then: an error costs what is cached.
+    async fn close_tables(&self, is_done: bool) {
+        if let Some(tables) = &self.tables {
+            let _kept = tables.close(&*self.storage, is_done).await;
+        }
     }
 }
 
@@ -469,6 +495,7 @@ fn top_share(need: u64, below: Option<&Stand>, options: &ChainOptions) -> u64 {
 
 /// How one image of a chain is opened.
 struct How<'a> {
+    tables: Option<&'a FlashedTables>,
     read_only: bool,
     snapshot: Option<String>,
     tally: &'a HostTally,
@@ -495,11 +522,11 @@ fn mapping_need(head: &dyn Head, storage: &SharedStorage, read_only: bool) -> u6
 /// The disk that an image makes.
 async fn open_disk(
     head: &dyn Head,
-    files: Files,
+    mut files: Files,
     parts: &[(PathBuf, SharedStorage)],
     how: How<'_>,
 ) -> Result<Opened> {
-    let How { read_only, snapshot, tally, mapping_share, fills, options } = how;
+    let How { tables, read_only, snapshot, tally, mapping_share, fills, options } = how;
     if read_only || snapshot.is_some() {
         flash::may_only_read(options, head, files.image.name())?;
     }
@@ -520,6 +547,7 @@ async fn open_disk(
         // Those below are only read, and never behind.
         flash: options.flash.as_ref().filter(|_| !read_only).and_then(|choice| choice.id_for(head)),
         fills,
+        tables: tables.map(|tables| tables.put_into(&mut files)),
     };
     head.open_in_parts(files, parts.iter().map(|(_, file)| file.clone()).collect(), open).await
 }

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use serde::Serialize;
-use vellum_flash::{Facts, FlashCache, FlashCounts, Look, RowFacts};
+use vellum_flash::{Facts, FlashCache, FlashCounts, Look, MetadataCounts, RowFacts};
 use vellum_layer::Chain;
 
 use super::word_of;
@@ -87,6 +87,47 @@ pub struct FlashStats {
     pub disk: FlashOperations,
     /// What was counted for the images below it. Disks that share those images share these counts.
     pub below: FlashOperations,
+    /// What was read of the tables of the image itself.
+    pub tables: TableReads,
+    /// What was read of those of the images below it. Disks that share those images share these counts.
+    pub below_tables: TableReads,
+}
+
+/// From where the tables of an image were read: L2 tables and refcounts, or pages of the mapping.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct TableReads {
+    /// Entries of L2 tables that were looked up.
+    pub lookups: u64,
+    /// Those that were in memory, or known to be zero.
+    pub memory_hits: u64,
+    /// Reads that needed nothing because the table was known to be zero.
+    pub zeros: u64,
+    /// Reads from flash.
+    pub flash_hits: u64,
+    /// Reads from the image.
+    pub misses: u64,
+    /// Bytes read from flash.
+    pub flash_read_bytes: u64,
+    /// Bytes read from the image.
+    pub image_read_bytes: u64,
+    /// Bytes written to flash.
+    pub flash_write_bytes: u64,
+}
+
+impl From<MetadataCounts> for TableReads {
+    fn from(counts: MetadataCounts) -> Self {
+        Self {
+            lookups: counts.lookups,
+            memory_hits: counts.memory_hits(),
+            zeros: counts.zeros,
+            flash_hits: counts.flash_hits,
+            misses: counts.misses,
+            flash_read_bytes: counts.flash_read_bytes,
+            image_read_bytes: counts.image_read_bytes,
+            flash_write_bytes: counts.flash_write_bytes,
+        }
+    }
 }
 
 /// What a flash cache has done for a disk.
@@ -139,6 +180,8 @@ impl FlashStats {
     /// Those of the disk of a chain; `None` if the chain has no cache.
     pub(crate) fn of(chain: &Chain) -> Option<Self> {
         let below: FlashOperations = chain.flash_below().into();
+        let tables = chain.flash_tables().into();
+        let below_tables = chain.flash_tables_below().into();
         match chain.flash() {
             Some(flash) => Some(Self {
                 policy: word_of(flash.policy()).to_owned(),
@@ -146,9 +189,11 @@ impl FlashStats {
                 last_error: flash.trouble().map(|error| error.chain()),
                 disk: flash.counts().into(),
                 below,
+                tables,
+                below_tables,
             }),
             None if chain.has_flash_choice() => {
-                Some(Self { policy: "off".to_owned(), below, ..Self::default() })
+                Some(Self { policy: "off".to_owned(), below, tables, below_tables, ..Self::default() })
             }
             None => None,
         }
@@ -189,6 +234,8 @@ pub struct CacheFacts {
 pub struct DiskFacts {
     /// What it is known by. A file that takes the place of another's may have the same.
     pub disk: String,
+    /// `disk`, or `tables` for the tables of an image.
+    pub kind: String,
     /// The number of the newest session; none for an image that is only read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub session: Option<String>,
@@ -204,6 +251,7 @@ impl DiskFacts {
     fn of(row: &RowFacts) -> Self {
         Self {
             disk: row.disk.iter().map(|byte| format!("{byte:02x}")).collect(),
+            kind: if row.is_tables { "tables" } else { "disk" }.to_owned(),
             session: row.newest.map(|number| number.to_string()),
             cached_bytes: row.blocks * BLOCK,
             dirty_bytes: row.dirty_blocks * BLOCK,
@@ -236,7 +284,11 @@ pub fn facts_said(path: &Path, found: &Look) -> CacheFacts {
         written_regions,
         sequence,
         memory_bytes,
-        disks: found.rows.iter().map(DiskFacts::of).collect(),
+        disks: {
+            let (tables, disks): (Vec<&RowFacts>, Vec<&RowFacts>) =
+                found.rows.iter().partition(|row| row.is_tables);
+            disks.into_iter().chain(tables).map(DiskFacts::of).collect()
+        },
     }
 }
 

@@ -14,7 +14,9 @@ mod closed;
 mod facts;
 
 pub use closed::{Completed, Made, check, complete, create, forget, forget_row, look};
-pub use facts::{CacheFacts, CacheStats, DiskFacts, FlashOperations, FlashStats, facts_said, map_strip};
+pub use facts::{
+    CacheFacts, CacheStats, DiskFacts, FlashOperations, FlashStats, TableReads, facts_said, map_strip,
+};
 
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};

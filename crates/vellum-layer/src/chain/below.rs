@@ -21,7 +21,7 @@ use vellum_core::{Disk as _, HostTally, Result, SharedDisk, lock};
 use vellum_format::FormatKind;
 use vellum_format::image::Opened;
 
-use super::flash::over_below;
+use super::flash::{over_below, over_tables};
 use super::forks::{Base, Parent, Wanted};
 use super::pins::{FoundBelow, check_content_id};
 use super::share::{Shares, shares};
@@ -94,7 +94,15 @@ impl Below {
         for (index, image) in found.into_iter().enumerate().rev() {
             let below = members.last().map(|member| member.opened.disk.clone());
             let depth = index + 1;
+            // The file of a snapshot is written meanwhile.
+            let tables = match snapshots[index].is_some() {
+                true => None,
+                false => over_tables(options, &*image.head, &image.storage, places[index].as_ref(), false)
+                    .await
+                    .map_err(|error| describe(error, &image.path, depth))?,
+            };
             let how = How {
+                tables: tables.as_ref(),
                 read_only: true,
                 snapshot: None,
                 tally: &tally,
@@ -138,7 +146,17 @@ impl Below {
                     .await
                     .map_err(|error| describe(error, &path, depth))?,
             };
-            members.push(Member { path, storage, data_file, parts, head, is_snapshot, opened, flash });
+            members.push(Member {
+                path,
+                storage,
+                data_file,
+                parts,
+                head,
+                is_snapshot,
+                opened,
+                flash,
+                tables,
+            });
         }
         members.reverse();
         for (index, member) in members.iter().enumerate() {

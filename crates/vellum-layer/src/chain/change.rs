@@ -21,6 +21,7 @@ use vellum_core::{Context, Error, ErrorKind, Result};
 use crate::hydrate::is_whole;
 
 use super::below::Stand;
+use super::flash::over_tables;
 use super::pins::FoundBelow;
 use super::taps::over;
 use super::{Chain, How, files_of, mapping_need, open_disk, top_share};
@@ -227,7 +228,9 @@ impl Chain {
         // When this fails nothing has happened to the disk.
         top.disk().flush().await.context(|| format!("can't flush {}", top.path.display()))?;
         // The cache writes home what only it has.
-        let closed = top.disk().close().await.context(|| format!("can't close {}", top.path.display()));
+        let closed = top.close_disk().await;
+        // The image is about to be changed.
+        top.close_tables(false).await;
         if let Err(error) = &closed {
             self.gone = Some(error.clone());
             self.mend().await?;
@@ -281,7 +284,11 @@ impl Chain {
         let top = &mut self.top;
         // It may be larger than it was.
         self.top_need = mapping_need(&*head, &top.storage, self.options.read_only);
+        let is_written = self.options.is_written();
+        let tables = over_tables(&self.options, &*head, &top.storage, self.flash_id.as_ref(), is_written);
+        let tables = tables.await.context(context)?;
         let how = How {
+            tables: tables.as_ref(),
             read_only: self.options.read_only,
             snapshot: self.options.snapshot.clone(),
             tally: &self.top_tally,
@@ -291,7 +298,7 @@ impl Chain {
         };
         let files = files_of(&top.storage, top.data_file.as_ref(), below);
         let opened = open_disk(&*head, files, &top.parts, how).await.context(context)?;
-        (top.head, top.opened, top.flash) = (head, opened, None);
+        (top.head, top.opened, top.flash, top.tables) = (head, opened, None, tables);
         if let Err(error) = top.put_under_flash(&self.options, self.flash_id.as_ref()).await {
             drop(top.opened.disk.close().await);
             return Err(error.context(context()));

@@ -16,16 +16,22 @@
 //! 3. An image is opened as one that the cache knows only where the cache is told of all changes, which is so in
 //!    write-back and writethrough. Otherwise its first change voids what is cached of it.
 //! 4. Nothing of an encrypted image is cached: the cache would have its data as it is.
-//! 5. An image of which the cache holds writes is opened in write-back, whatever is asked for; then it is drained, and
+//! 5. The tables of an image are cached too, by their places in its file. What proves that content says whether they are still those;
+//!    while the image is open for writing nothing does.
+//! 6. An image of which the cache holds writes is opened in write-back, whatever is asked for; then it is drained, and
 //!    gets the policy that was asked for.
 
 use std::fmt;
 use std::sync::Arc;
 
 use vellum_core::pin::ProofKind;
-use vellum_core::{Context, Error, ErrorKind, Result, SharedDisk, Storage};
-use vellum_flash::{DiskOptions, FlashCache, FlashCounts, FlashDisk, FlashPolicy};
-use vellum_format::image::{Head, Opened};
+use vellum_core::{Context, Error, ErrorKind, Result, SharedDisk, SharedStorage, Storage};
+use vellum_flash::{
+    DiskOptions, FlashCache, FlashCounts, FlashDisk, FlashMetadata, FlashPolicy, MetadataCounts,
+    MetadataOptions,
+};
+use vellum_format::FormatKind;
+use vellum_format::image::{CachedTables, Files, Head, Opened};
 use vellum_format::session::{CacheId, Session};
 
 use super::{Chain, ChainOptions, Identity};
@@ -247,7 +253,109 @@ async fn over_content(choice: &FlashChoice, disk: [u8; 16], home: SharedDisk) ->
     }
 }
 
+/// The tables of an image of a chain, in the cache.
+pub struct FlashedTables {
+    metadata: Arc<FlashMetadata>,
+    kind: FormatKind,
+    place: Option<Identity>,
+}
+
+impl FlashedTables {
+    /// What the format is to read and write in place of these, and from where it is to read its tables.
+    pub(super) fn put_into(&self, files: &mut Files) -> CachedTables {
+        files.image = self.metadata.image();
+        CachedTables { storage: self.metadata.tables(), lookups: self.metadata.lookups() }
+    }
+
+    /// The image is closed. Its tables count for the next opening only if nothing of it is changed from here on, until this
+    /// program has given it up.
+    pub(super) async fn close(&self, storage: &dyn Storage, is_done: bool) -> Result<()> {
+        let name = async || match is_done {
+            true => id_of_tables(self.kind, storage, self.place.as_ref(), true).await.ok().flatten(),
+            false => None,
+        };
+        self.metadata.close(name).await
+    }
+}
+
+/// A file system whose times are multiples of this may give two changes the same time although they are seconds apart.
+const COARSE_NANOSECONDS: i128 = 1_000_000;
+
+/// The row of an image's tables: what proves its content now, where it is, and when it was changed last.
+async fn id_of_tables(
+    kind: FormatKind,
+    storage: &dyn Storage,
+    place: Option<&Identity>,
+    is_written: bool,
+) -> Result<Option<[u8; 16]>> {
+    let Some(proof) = storage.proof_now().await? else { return Ok(None) };
+    let changed_at = storage.changed_at().await?;
+    if changed_at.is_some_and(|at| at % COARSE_NANOSECONDS == 0) {
+        return Ok(None);
+    }
+    let (place, changed_at) = match (place, changed_at) {
+        (Some([device, node, inode, _]), Some(changed_at)) => {
+            ([device, node, inode].into_iter().flat_map(|part| part.to_be_bytes()).collect(), changed_at)
+        }
+        // What tells of no later change tells nothing of what is written.
+        _ if is_written || proof.kind() == ProofKind::File => return Ok(None),
+        _ => (storage.name().as_bytes().to_vec(), 0),
+    };
+    let (kind, len, changed_at) = (kind.to_string(), storage.len().to_be_bytes(), changed_at.to_be_bytes());
+    let proof = [proof.kind().name().as_bytes(), proof.value().as_bytes()];
+    let parts = [kind.as_bytes(), proof[0], proof[1], &len, &changed_at, &place];
+    Ok(Some(hashed("vellum flash cache: tables of a content in its place", &parts)))
+}
+
+/// Puts the cache between an image that is about to be opened and its tables, where its format has any that are read now and
+/// then.
+///
+/// # Errors
+/// Those of the cache and of the host.
+pub(super) async fn over_tables(
+    options: &ChainOptions,
+    head: &dyn Head,
+    storage: &SharedStorage,
+    place: Option<&Identity>,
+    is_written: bool,
+) -> Result<Option<FlashedTables>> {
+    let Some(choice) = options.flash.as_ref().filter(|choice| choice.policy != Some(FlashPolicy::Off)) else {
+        return Ok(None);
+    };
+    let kind = head.kind();
+    if head.is_encrypted() || !matches!(kind, FormatKind::Qcow2 | FormatKind::Native) {
+        return Ok(None);
+    }
+    let name = id_of_tables(kind, &**storage, place, is_written).await?;
+    if name.is_none() && !is_written {
+        return Ok(None);
+    }
+    let table_bytes = head.cluster_size().unwrap_or(u64::MAX);
+    let options = MetadataOptions { image: storage.clone(), name, is_written, table_bytes };
+    match choice.cache.open_metadata(options).await {
+        Ok(metadata) => Ok(Some(FlashedTables { metadata, kind, place: place.copied() })),
+        // Another disk of the process has them, or no row is left.
+        Err(error) if matches!(error.kind(), ErrorKind::Locked | ErrorKind::NoSpace) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
 impl Chain {
+    /// What was read of the tables of the top image, where they are cached.
+    pub fn flash_tables(&self) -> MetadataCounts {
+        self.top.tables.as_ref().map(|tables| tables.metadata.counts()).unwrap_or_default()
+    }
+
+    /// The same of the images below, together.
+    pub fn flash_tables_below(&self) -> MetadataCounts {
+        let below = self.below.iter().flat_map(|below| below.members());
+        let mut sum = MetadataCounts::default();
+        for tables in below.filter_map(|member| member.tables.as_ref()) {
+            sum += tables.metadata.counts();
+        }
+        sum
+    }
+
     /// The flash cache over the top disk, if there is one.
     pub fn flash(&self) -> Option<&Arc<FlashDisk>> {
         self.top.flash.as_ref().map(|flashed| &flashed.flash)
@@ -326,11 +434,16 @@ impl Chain {
     }
 
     pub(super) fn is_written(&self) -> bool {
-        !self.options.read_only && self.options.snapshot.is_none()
+        self.options.is_written()
     }
 }
 
 impl ChainOptions {
+    /// Whether the top image is written.
+    pub(super) fn is_written(&self) -> bool {
+        !self.read_only && self.snapshot.is_none()
+    }
+
     /// Whether the images below have the cache over them.
     pub(super) fn is_flashed(&self) -> bool {
         self.flash.as_ref().is_some_and(|choice| choice.policy != Some(FlashPolicy::Off))

@@ -195,6 +195,8 @@ impl Wanted {
         }
         self.check(&head.snapshots(&storage, Some(&storage)).await?)?;
         let how = How {
+            // The file is written meanwhile.
+            tables: None,
             read_only: true,
             snapshot: Some(self.snapshot.id.to_string()),
             tally: &self.tally,

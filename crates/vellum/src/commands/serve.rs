@@ -141,7 +141,8 @@ pub(crate) struct Args {
     /// Maximum memory for the qcow2 mapping tables of each disk and its backing images
     ///
     /// A number of bytes, or with k, M or G. 1M holds the mapping of 8 GiB in clusters of 64 KiB (in QEMU:
-    /// l2-cache-size). Default: the whole mapping, up to 32M for each image and 128M for each disk.
+    /// l2-cache-size). Default: the whole mapping, up to 32M for each image and 128M for each disk. With --flash, what
+    /// does not fit is read from the flash cache, by sectors.
     #[arg(long, value_name = "BYTES", value_parser = parse_size, help_heading = PERFORMANCE)]
     l2_cache_size: Option<u64>,
     /// Do not compact fragmented vellum images while idle (layout=zoned)

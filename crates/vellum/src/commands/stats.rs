@@ -92,6 +92,18 @@ fn flash(said: &Value) -> Option<String> {
     ))
 }
 
+/// From where the tables of the disk and of the images below it were read.
+fn tables(said: &Value) -> Option<String> {
+    let sum = |name: &str| number(&said["tables"][name]) + number(&said["below-tables"][name]);
+    let (flash, image, zeros) = (sum("flash-hits"), sum("misses"), sum("zeros"));
+    if flash + image + zeros == 0 {
+        return None;
+    }
+    let (memory, lookups) = (sum("memory-hits"), sum("lookups"));
+    let ratio = (memory * 100).checked_div(lookups).map_or_else(String::new, |ratio| format!(" ({ratio} %)"));
+    Some(format!("tables: in memory {memory}{ratio}, from flash {flash}, from the image {image}"))
+}
+
 /// The flash cache itself.
 fn cache(said: &Value) -> Vec<String> {
     let Some(state) = said["state"].as_str() else { return Vec::new() };
@@ -126,6 +138,7 @@ fn details(disk: &Value) -> Vec<String> {
         ));
     }
     lines.extend(flash(&disk["flash"]));
+    lines.extend(tables(&disk["flash"]));
     if let Some(error) = disk["flash"]["last-error"].as_str() {
         lines.push(format!("the flash cache can't write home: {error}"));
     }

@@ -129,3 +129,36 @@ fn what_was_read_is_there_after_a_restart() {
     let below = server.stop_and_count()["disks"][0]["flash"]["below"].clone();
     assert!(below["hits"].as_u64() >= Some(blocks), "{below}");
 }
+
+#[test]
+fn tables_are_there_after_a_restart_and_not_after_a_kill() {
+    for (format, options) in [("qcow2", "journal=on"), ("qcow2", "journal=off"), ("vellum", "layout=table")] {
+        let dir = Dir::new("flash-tables");
+        let cache = made_cache(&dir, "16M");
+        let kind = Kind { format, options, has_base: false };
+        let (image, mut model) = kind.make(&dir, SIZE);
+        let arguments = [image.as_str(), "--flash", &cache];
+        let mut tables = Vec::new();
+        for round in 0..4u8 {
+            let server = Server::start(&arguments);
+            let mut client = Client::connect(&server.peer(), "").expect("it is served");
+            same(&client.read_all().expect("it is read"), &model, "what was written before");
+            if round == 0 {
+                for place in (0..SIZE).step_by(SIZE / 16) {
+                    model[place..place + 4096].fill(round + 1);
+                    client.write(place as u64, &model[place..place + 4096], 0).expect("it is written");
+                }
+                client.flush().expect("it is flushed");
+            }
+            client.disconnect();
+            if round == 2 {
+                server.kill();
+                tables.push(serde_json::Value::Null);
+            } else {
+                tables.push(server.stop_and_count()["disks"][0]["flash"]["tables"].clone());
+            }
+        }
+        assert!(tables[1]["flash-hits"].as_u64() > Some(0), "{format} {options}: {tables:?}");
+        assert!(tables[3]["misses"].as_u64() > Some(0), "{format} {options}: after a kill: {tables:?}");
+    }
+}

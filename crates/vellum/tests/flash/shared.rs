@@ -79,7 +79,7 @@ fn clones_share_the_blocks_of_their_template() {
         .as_array()
         .expect("disks")
         .iter()
-        .filter(|disk| disk.get("session").is_none())
+        .filter(|disk| disk.get("session").is_none() && disk["kind"] == "disk")
         .collect();
     assert_eq!(of_template.len(), 1, "{facts}");
     assert!(of_template[0]["cached-bytes"].as_u64() <= Some(SIZE as u64), "{facts}");

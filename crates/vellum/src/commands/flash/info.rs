@@ -74,7 +74,11 @@ fn lines(facts: &CacheFacts, strip: Option<&str>) -> Vec<String> {
         let rows = facts.disks.iter().map(|disk| {
             [
                 disk.disk.clone(),
-                disk.session.clone().unwrap_or_else(|| "none".to_owned()),
+                match &disk.session {
+                    Some(session) => session.clone(),
+                    None if disk.kind == "tables" => "tables of an image".to_owned(),
+                    None => "none".to_owned(),
+                },
                 human_bytes(disk.cached_bytes),
                 human_bytes(disk.dirty_bytes + disk.zero_bytes),
             ]

@@ -29,7 +29,7 @@ fn a_cache_before_a_slow_backend() {
     let short = ["--seconds", "0.3", "--course-seconds", "1.5", "--clones", "2", "--svg", &svg];
     let (report, told) = report("flash", &vellum, &[&small[..], &short].concat());
     let ways = if is_installed("qemu-nbd") { 4 } else { 3 };
-    for case in ["commit", "commit-four", "read", "mixed", "sqlite"] {
+    for case in ["commit", "commit-four", "read", "mixed", "sqlite", "boot"] {
         assert_eq!(rows(&report, case).len(), ways, "{case}: {told}");
     }
     assert_eq!(rows(&report, "clones").len(), ways - 1, "{told}");

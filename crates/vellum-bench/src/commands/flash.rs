@@ -3,7 +3,7 @@
 //! ```text
 //!   for each delay    in each round, for each case    vellum --flash │ vellum │ qemu-nbd │ nbdkit cache    in turns
 //!                                                     clones of one template: the first three
-//!   course            a new cache: reads ► commits ► mixed ► idle      hit ratio and flash writes, as a plot
+//!   course            a new cache: boot ► again ► commits ► mixed ► idle      hit ratio and flash writes, as a plot
 //! ```
 //!
 //! The backend is an NBD server that answers late (`stand.rs`). Before the first round, everybody reads the part of the disk

@@ -8,11 +8,16 @@
 mod flat;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures_lite::future::block_on;
-use vellum_core::{Buffer, GuestOffset, Result, SharedDisk, SharedStorage, WriteFlags};
+use vellum_core::{
+    Buffer, Disk, Error, GuestOffset, HostTally, Random, Result, SharedDisk, SharedStorage, Storage,
+    WriteFlags,
+};
+use vellum_flash::{DiskOptions, FlashCache, FlashOptions, FlashPolicy};
 use vellum_format::qcow2::{self, Files, Header, Qcow2};
-use vellum_format::{Prealloc, native};
+use vellum_format::{Prealloc, Raw, native};
 use vellum_lab::guest::filler;
 
 use crate::load::workload::BLOCK;
@@ -29,6 +34,11 @@ const MAPPED_BYTES: u64 = 16 << 20;
 
 /// An odd number: multiples of it meet every place of a power of two once, in an order without neighbours.
 const STRIDE: u64 = 0x9E37_79B1;
+
+/// What a cache gets at a time before reads are counted.
+const WARMED_BYTES: usize = 1 << 20;
+/// It has all of it after fewer pieces than this; each is a second for it.
+const WARMED_SECONDS_MAX: u64 = 1000;
 
 /// Writes that allocate are flushed as often as those of `vellum-bench engine`.
 const FLUSH_EVERY: u64 = 32;
@@ -49,6 +59,10 @@ pub(crate) struct Args {
 /// 4 KiB each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum What {
+    /// A file is read.
+    ReadRaw,
+    /// The same, through a flash cache that has all of it.
+    ReadFlash,
     /// What is mapped is read.
     ReadQcow2,
     ReadZoned,
@@ -69,7 +83,7 @@ impl What {
     }
 
     fn reads(self) -> bool {
-        matches!(self, Self::ReadQcow2 | Self::ReadZoned)
+        matches!(self, Self::ReadQcow2 | Self::ReadZoned | Self::ReadRaw | Self::ReadFlash)
     }
 }
 
@@ -83,7 +97,8 @@ async fn repeat(what: What, operations: u64) -> Result<()> {
     let storage = Arc::new(Flat::with_room_for(size + ROOM_BYTES));
     make(what, &storage, size).await?;
     if !what.allocates() {
-        let disk = open(what, &storage).await?;
+        let filled = if what == What::ReadFlash { What::ReadRaw } else { what };
+        let disk = open(filled, &storage).await?;
         let bytes = filler(1 << 20);
         for at in (0..size).step_by(bytes.len()) {
             disk.write(GuestOffset::new(at), Buffer::copy_of(&bytes), WriteFlags::default()).await?;
@@ -113,6 +128,9 @@ async fn repeat(what: What, operations: u64) -> Result<()> {
 }
 
 async fn make(what: What, storage: &Arc<Flat>, size: u64) -> Result<()> {
+    if matches!(what, What::ReadRaw | What::ReadFlash) {
+        return storage.set_len(size).await;
+    }
     match what.is_zoned() {
         true => {
             let uuid = Some([1; 16]);
@@ -130,6 +148,12 @@ async fn make(what: What, storage: &Arc<Flat>, size: u64) -> Result<()> {
 
 async fn open(what: What, storage: &Arc<Flat>) -> Result<SharedDisk> {
     let image: SharedStorage = storage.clone();
+    if what == What::ReadRaw {
+        return Ok(Raw::open(image, false, &HostTally::default()));
+    }
+    if what == What::ReadFlash {
+        return cached(Raw::open(image, false, &HostTally::default())).await;
+    }
     if what.is_zoned() {
         let options =
             native::OpenOptions { journal_key: JOURNAL_KEY, prealloc: Prealloc::Off, ..Default::default() };
@@ -139,4 +163,32 @@ async fn open(what: What, storage: &Arc<Flat>) -> Result<SharedDisk> {
         qcow2::OpenOptions { journal_key: JOURNAL_KEY, prealloc: Prealloc::Off, ..Default::default() };
     let header = Header::read(&*image).await?;
     Ok(Qcow2::open(header, Files { image, data_file: None, below: None }, options).await?)
+}
+
+/// The disk through a cache in memory, which has all of it once the disk was read.
+async fn cached(home: SharedDisk) -> Result<SharedDisk> {
+    let size = home.geometry().size;
+    let flash = Arc::new(Flat::with_room_for(2 * size + ROOM_BYTES));
+    flash.set_len(2 * size).await?;
+    let flash: SharedStorage = flash;
+    vellum_flash::create(&flash, 2 * size, [1; 16], 1).await?;
+    let cache = FlashCache::open(flash, FlashOptions::new(None, Random::from_seed(1))).await?;
+    let policy = FlashPolicy::ReadOnly;
+    let options = DiskOptions { disk: [1; 16], home, sessions: None, policy, trusts_home: true };
+    let disk = cache.open_disk(options).await?;
+    let blocks = size / BLOCK as u64;
+    for second in 0..WARMED_SECONDS_MAX {
+        if disk.counts().admitted == blocks {
+            break;
+        }
+        // What is there already is not admitted again. Some of it is refused until the rest is durable.
+        let at = GuestOffset::new(second * WARMED_BYTES as u64 % size);
+        drop(disk.read(at, Buffer::for_overwrite(WARMED_BYTES)).await?);
+        while cache.tend(Duration::from_secs(second)).await {}
+    }
+    let admitted = disk.counts().admitted;
+    if admitted != blocks {
+        return Err(Error::invalid(format!("the cache has {admitted} of {blocks} blocks")));
+    }
+    Ok(disk)
 }

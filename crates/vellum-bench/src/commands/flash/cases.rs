@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
-use vellum_core::{Error, Result};
+use vellum_core::{Context, Error, Result};
 use vellum_lab::guest::{Guest, Request};
 use vellum_lab::trace::Trace;
 
@@ -24,13 +24,14 @@ pub(super) enum Case {
     Read,
     Mixed,
     Sqlite,
+    Boot,
     Clones,
 }
 
 impl Case {
     /// Those of a disk of its own.
-    pub(super) const OF_DISKS: [Self; 5] =
-        [Self::Commit, Self::CommitFour, Self::Read, Self::Mixed, Self::Sqlite];
+    pub(super) const OF_DISKS: [Self; 6] =
+        [Self::Commit, Self::CommitFour, Self::Read, Self::Mixed, Self::Sqlite, Self::Boot];
 
     pub(super) fn title(self) -> &'static str {
         match self {
@@ -39,6 +40,7 @@ impl Case {
             Self::Read => "read",
             Self::Mixed => "mixed",
             Self::Sqlite => "sqlite",
+            Self::Boot => "boot",
             Self::Clones => "clones",
         }
     }
@@ -51,6 +53,9 @@ impl Case {
             Self::Mixed => "fio: 70 % reads, a flush after 32 writes, 8 in flight",
             Self::Sqlite => {
                 "a recorded SQLite under TPC-C-like load, one request at a time; flushes a second, p99 of the flush"
+            }
+            Self::Boot => {
+                "a recorded boot of Debian, one request at a time, as fast as they are answered; p99 of all"
             }
             Self::Clones => "fio: random reads of clones of one template, one in flight each",
         }
@@ -82,12 +87,13 @@ pub(super) struct Loads {
     pub(super) part: u64,
     pub(super) window: Duration,
     sqlite: Vec<Request>,
+    boot: Vec<Request>,
 }
 
 impl Loads {
     pub(super) fn new(part: u64, window: Duration) -> Result<Self> {
-        let sqlite = folded(&Trace::recorded("sqlite_tpcc_like")?, part)?;
-        Ok(Self { part, window, sqlite })
+        let of = |name: &str| folded(&Trace::recorded(name)?, part).context(|| name.to_owned());
+        Ok(Self { part, window, sqlite: of("sqlite_tpcc_like")?, boot: of("boot_debian12")? })
     }
 
     pub(super) fn run(&self, case: Case, doors: &[(PathBuf, String)], round: u32) -> Result<Turn> {
@@ -110,7 +116,8 @@ impl Loads {
             Case::Read => fio::run_jobs(&Jobs { direction: "randread", depth: 8, ..jobs })?,
             Case::Mixed => fio::run_jobs(&Jobs { direction: "randrw", fsync: Some(32), depth: 8, ..jobs })?,
             Case::Clones => fio::run_jobs(&Jobs { direction: "randread", ..jobs })?,
-            Case::Sqlite => return self.replay(&doors[0], round),
+            Case::Sqlite => return self.commit_like_sqlite(&doors[0], round),
+            Case::Boot => return self.boot(&doors[0]),
         };
         let p99_us = match case {
             Case::Commit | Case::CommitFour => seen.flush_p99_us,
@@ -120,7 +127,7 @@ impl Loads {
     }
 
     /// Each round begins elsewhere in the trace.
-    fn replay(&self, (socket, export): &(PathBuf, String), round: u32) -> Result<Turn> {
+    fn commit_like_sqlite(&self, (socket, export): &(PathBuf, String), round: u32) -> Result<Turn> {
         let mut guest = Guest::connect_to(socket, export)?;
         let start = round as usize * 1_237 % self.sqlite.len();
         let (mut latency, mut flushes, began) = (Latency::default(), 0, Instant::now());
@@ -139,37 +146,61 @@ impl Loads {
         guest.leave()?;
         Ok(Turn { operations: flushes, seconds, p99_us: latency.percentile(99.0), flash: None })
     }
+
+    /// All of it, whatever time that takes.
+    fn boot(&self, (socket, export): &(PathBuf, String)) -> Result<Turn> {
+        let mut guest = Guest::connect_to(socket, export)?;
+        let (mut latency, began) = (Latency::default(), Instant::now());
+        for request in &self.boot {
+            let asked = Instant::now();
+            guest.ask(*request)?;
+            latency.note(u64::try_from(asked.elapsed().as_nanos()).unwrap_or(u64::MAX));
+        }
+        let (operations, seconds) = (self.boot.len() as u64, began.elapsed().as_secs_f64());
+        guest.leave()?;
+        Ok(Turn { operations, seconds, p99_us: latency.percentile(99.0), flash: None })
+    }
 }
 
-/// The requests of the recorded work, in a smaller disk: what lies together still does.
+/// The reads, writes and flushes of the recorded work, in a smaller disk: what lies together still does.
 fn folded(trace: &Trace, part: u64) -> Result<Vec<Request>> {
-    let work = || trace.requests.iter().filter(|(phase, _)| phase.as_deref() == Some("w"));
+    let work = trace.requests.iter().filter(|(phase, _)| phase.as_deref() == Some("w"));
     let mut pieces: Vec<u64> = Vec::new();
     let mut requests = Vec::new();
-    for (_, request) in work() {
-        match *request {
-            Request::Write { offset, len } | Request::WriteThrough { offset, len } => {
-                let end = offset + len as u64;
-                let mut at = offset;
-                while at < end {
-                    let (piece, within) = (at / FOLD_BYTES, at % FOLD_BYTES);
-                    let index = pieces.iter().position(|known| *known == piece).unwrap_or_else(|| {
-                        pieces.push(piece);
-                        pieces.len() - 1
-                    });
-                    let next = end.min((piece + 1) * FOLD_BYTES);
-                    let len = usize::try_from(next - at).expect("a piece");
-                    requests.push(Request::Write { offset: index as u64 * FOLD_BYTES + within, len });
-                    at = next;
-                }
+    for (_, request) in work {
+        let (offset, len, is_read) = match *request {
+            Request::Write { offset, len } | Request::WriteThrough { offset, len } => (offset, len, false),
+            Request::Read { offset, len } => (offset, len, true),
+            Request::Flush => {
+                requests.push(Request::Flush);
+                continue;
             }
-            Request::Flush => requests.push(Request::Flush),
-            _ => {}
+            _ => continue,
+        };
+        let (mut at, end) = (offset, offset + len as u64);
+        while at < end {
+            let (piece, within) = (at / FOLD_BYTES, at % FOLD_BYTES);
+            let index = pieces.iter().position(|known| *known == piece).unwrap_or_else(|| {
+                pieces.push(piece);
+                pieces.len() - 1
+            });
+            let next = end.min((piece + 1) * FOLD_BYTES);
+            let len = usize::try_from(next - at).expect("a piece");
+            let offset = index as u64 * FOLD_BYTES + within;
+            requests.push(if is_read {
+                Request::Read { offset, len }
+            } else {
+                Request::Write { offset, len }
+            });
+            at = next;
         }
     }
     let needs = pieces.len() as u64 * FOLD_BYTES;
     if needs > part {
-        return Err(Error::invalid(format!("--part is at least {} MiB for SQLite", needs.div_ceil(1 << 20))));
+        return Err(Error::invalid(format!(
+            "--part is at least {} MiB for the recorded guests",
+            needs.div_ceil(1 << 20)
+        )));
     }
     if !requests.contains(&Request::Flush) {
         return Err(Error::invalid("the trace never flushes"));

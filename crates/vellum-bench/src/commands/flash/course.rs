@@ -10,9 +10,9 @@ use vellum_core::Result;
 use super::cases::{Case, Loads};
 use super::stand::{Counts, Stand};
 
-const EVERY: Duration = Duration::from_millis(250);
+const EVERY: Duration = Duration::from_millis(200);
 /// A rate is that of this many points.
-const SMOOTH: usize = 4;
+const SMOOTH: usize = 3;
 const MIB: f64 = 1_048_576.0;
 
 const WIDTH: f64 = 760.0;
@@ -49,7 +49,7 @@ pub(super) struct Course {
 }
 
 impl Course {
-    /// A new cache: reads, commits, a mixture, and nothing.
+    /// A new cache: a boot, the same again, commits, a mixture, and nothing.
     pub(super) fn run(stand: &Stand, loads: &Loads) -> Result<Self> {
         let (began, is_over) = (Instant::now(), AtomicBool::new(false));
         thread::scope(|scope| {
@@ -66,11 +66,13 @@ impl Course {
             let phases = || {
                 let mut phases = Vec::new();
                 let all = [
-                    ("reads", Some(Case::Read)),
+                    ("boot", Some(Case::Boot)),
+                    ("again", Some(Case::Boot)),
                     ("commits", Some(Case::Commit)),
                     ("mixed", Some(Case::Mixed)),
+                    ("idle", None),
                 ];
-                for (number, (name, case)) in (1..).zip(all.into_iter().chain([("idle", None)])) {
+                for (number, (name, case)) in (1..).zip(all) {
                     let from = began.elapsed().as_secs_f64();
                     match case {
                         Some(case) => drop(loads.run(case, &stand.doors, number)?),
@@ -89,17 +91,21 @@ impl Course {
 
     pub(super) fn lines(&self) -> Vec<String> {
         let line = |phase: &Phase| {
-            let within: Vec<&Point> =
-                self.points.iter().filter(|point| (phase.from..=phase.to).contains(&point.seconds)).collect();
-            let [first, .., last] = within[..] else { return format!("  {:<8} too short", phase.name) };
-            let (counts, seconds) = (last.counts.since(&first.counts), last.seconds - first.seconds);
+            // The nearest points outside: a phase may be shorter than the time between two.
+            let first = self.points.iter().rfind(|point| point.seconds <= phase.from).or(self.points.first());
+            let last = self.points.iter().find(|point| point.seconds >= phase.to).or(self.points.last());
+            let (Some(first), Some(last)) = (first, last) else {
+                return format!("  {:<8} not seen", phase.name);
+            };
+            let counts = last.counts.since(&first.counts);
+            let seconds = phase.to - phase.from;
             format!(
-                "  {:<8} {:>5.1} s, hit ratio {}, flash {:.1} MiB/s, home {:.1} MiB/s",
+                "  {:<8} {:>5.1} s, hit ratio {}, flash {:.1} MiB, home {:.1} MiB",
                 phase.name,
                 seconds,
                 ratio(&counts).map_or("-".to_owned(), |ratio| format!("{ratio:.3}")),
-                counts.flash_bytes() as f64 / MIB / seconds,
-                counts.written_home as f64 * 4096.0 / MIB / seconds
+                counts.flash_bytes() as f64 / MIB,
+                counts.written_home as f64 * 4096.0 / MIB
             )
         };
         self.phases.iter().map(line).collect()
@@ -227,7 +233,7 @@ mod tests {
         assert!(plot.starts_with("<svg") && plot.trim_end().ends_with("</svg>"));
         assert_eq!(plot.matches("polyline").count(), 3);
         let lines = course.lines();
-        assert!(lines[0].contains("hit ratio 1.000, flash 10.0 MiB/s"), "{lines:?}");
+        assert!(lines[0].contains("  5.0 s, hit ratio 1.000, flash 50.0 MiB"), "{lines:?}");
         assert_eq!(ratio(&Counts::default()), None);
     }
 }

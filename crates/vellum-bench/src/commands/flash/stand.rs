@@ -100,7 +100,8 @@ impl Counts {
         let cache = |name: &str| stats["flash"][name].as_u64().unwrap_or_default();
         Self {
             hits: both("hits"),
-            misses: both("misses"),
+            // What an image does not have is looked for below it.
+            misses: sum("/flash/disk/misses").saturating_sub(most("hits")),
             write_bytes: both("write-bytes"),
             admit_bytes: both("admit-bytes"),
             record_bytes: cache("record-bytes"),
@@ -321,12 +322,16 @@ mod tests {
     #[test]
     fn what_clones_share_is_counted_once() {
         let disk = json!({
-            "flash": { "disk": { "hits": 1, "write-bytes": 4096 }, "below": { "hits": 10, "admit-bytes": 8192 } },
+            "flash": {
+                "disk": { "hits": 1, "misses": 6, "write-bytes": 4096 },
+                "below": { "hits": 10, "misses": 2, "admit-bytes": 8192 }
+            },
             "guest": { "bytes-written": 4096, "flushes": 2 }
         });
         let stats = json!({ "disks": [disk, disk], "flash": { "flushes": 3, "record-bytes": 512, "slice-bytes": 4096 } });
         let counts = Counts::read(&stats);
-        assert_eq!((counts.hits, counts.guest_flushes, counts.flushes), (12, 4, 3));
+        assert_eq!((counts.hits, counts.misses), (12, 2));
+        assert_eq!((counts.guest_flushes, counts.flushes), (4, 3));
         assert_eq!(counts.flash_bytes(), 2 * 4096 + 8192 + 512 + 4096);
         assert_eq!(counts.since(&counts).flash_bytes(), 0);
     }

@@ -78,6 +78,12 @@ impl Home {
             match state.find(key) {
                 Found::Home => push(&mut pieces, bytes(from, to), Source::Home),
                 Found::Zero => push(&mut pieces, bytes(from, to), Source::Zero),
+                // The usual one: all of the block is in its slot.
+                Found::Slot { slot, sectors: u8::MAX, dirty } => {
+                    state.note_use(key);
+                    let at = self.cache.slot_at(slot) + from;
+                    push(&mut pieces, bytes(from, to), Source::Slot { at, dirty });
+                }
                 Found::Slot { slot, sectors, dirty } => {
                     state.note_use(key);
                     let at = self.cache.slot_at(slot);

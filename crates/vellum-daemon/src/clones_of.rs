@@ -26,6 +26,44 @@ const NAMED_MAX: usize = 5;
 /// When a directory cannot be listed.
 pub(crate) async fn clones_in(dirs: &[PathBuf], image: &Path, id: &str) -> Result<Vec<PathBuf>> {
     let mut clones = Vec::new();
+    for file in files_in(dirs).await? {
+        if is_clone(&file, image, id).await.unwrap_or(false) {
+            clones.push(file);
+        }
+    }
+    Ok(clones)
+}
+
+/// The files in these directories that name one of the images at these canonical paths as the one below; but for those at the paths `except`.
+///
+/// # Errors
+/// When a directory cannot be listed.
+pub(crate) async fn images_over(
+    dirs: &[PathBuf],
+    below: &[PathBuf],
+    except: &[PathBuf],
+) -> Result<Vec<PathBuf>> {
+    let mut images = Vec::new();
+    for file in files_in(dirs).await? {
+        let is_over = async |file: &Path| {
+            let Some(Backing { path, snapshot: None, .. }) = backing_of(file).await? else {
+                return Ok(false);
+            };
+            let its =
+                canonical_path(&path).await.map_err(|error| Error::io(error, "can't find its image"))?;
+            let own = canonical_path(file).await.map_err(|error| Error::io(error, "can't find it"))?;
+            Ok::<_, Error>(below.contains(&its) && !except.contains(&own))
+        };
+        if is_over(&file).await.unwrap_or(false) {
+            images.push(file);
+        }
+    }
+    Ok(images)
+}
+
+/// The plain files in these directories.
+async fn files_in(dirs: &[PathBuf]) -> Result<Vec<PathBuf>> {
+    let mut all = Vec::new();
     for dir in dirs {
         let its = dir.clone();
         let files = unblock_at(dir, move || -> std::io::Result<Vec<PathBuf>> {
@@ -35,21 +73,22 @@ pub(crate) async fn clones_in(dirs: &[PathBuf], image: &Path, id: &str) -> Resul
         });
         let mut files = files.await.context(|| format!("can't look for clones in {}", dir.display()))?;
         files.sort();
-        for file in files {
-            if is_clone(&file, image, id).await.unwrap_or(false) {
-                clones.push(file);
-            }
-        }
+        all.append(&mut files);
     }
-    Ok(clones)
+    Ok(all)
+}
+
+/// The image that a file names as the one below.
+async fn backing_of(file: &Path) -> Result<Option<Backing>> {
+    let host = Host::default();
+    let storage = host.open(&host.canonical(file).await?, file, Purpose::Look).await?;
+    let Guess::Known(kind) = guess(&*storage).await? else { return Ok(None) };
+    let head = kind.format().read(&*storage).await?;
+    Backing::of(file, &*head)
 }
 
 async fn is_clone(file: &Path, image: &Path, id: &str) -> Result<bool> {
-    let host = Host::default();
-    let storage = host.open(&host.canonical(file).await?, file, Purpose::Look).await?;
-    let Guess::Known(kind) = guess(&*storage).await? else { return Ok(false) };
-    let head = kind.format().read(&*storage).await?;
-    let Some(Backing { path, snapshot: Some(snapshot), .. }) = Backing::of(file, &*head)? else {
+    let Some(Backing { path, snapshot: Some(snapshot), .. }) = backing_of(file).await? else {
         return Ok(false);
     };
     let its = canonical_path(&path).await.map_err(|error| Error::io(error, "can't find its image"))?;
@@ -96,7 +135,7 @@ pub(crate) async fn with_clones(error: Error, image: &Path, snapshots: &[Snapsho
     }
 }
 
-fn names(clones: &[PathBuf]) -> String {
+pub(crate) fn names(clones: &[PathBuf]) -> String {
     let named: Vec<String> = clones.iter().take(NAMED_MAX).map(|path| path.display().to_string()).collect();
     match clones.len().saturating_sub(NAMED_MAX) {
         0 => named.join(", "),

@@ -68,6 +68,8 @@ pub struct OpenOptions {
     pub secrets: Arc<Secrets>,
     /// An image that is only read may be encrypted in a mode that is not written any more.
     pub may_be_weak: bool,
+    /// The image is opened for what it has itself; where that is nothing, it reads as zero, and its map says that it is below.
+    pub without_below: bool,
     /// The flash cache that the caller puts over the disk. Without it an image of which a cache holds writes is
     /// refused, and the first change makes the image's session void.
     pub flash: Option<CacheId>,
@@ -101,6 +103,7 @@ impl Default for OpenOptions {
             clock: None,
             secrets: Arc::default(),
             may_be_weak: false,
+            without_below: false,
             flash: None,
             fills: None,
             tables: None,
@@ -118,6 +121,19 @@ pub struct Opened {
     pub detaching: Option<Arc<dyn Detaching>>,
     /// What ties it to its flash cache, where it is open for writing with one and the image has a place for that.
     pub sessions: Option<Arc<dyn Sessions>>,
+}
+
+/// An image that is to be below another one.
+#[derive(Debug, Clone, Copy)]
+pub struct NewBacking<'a> {
+    /// Its name, as it will stand in the image above.
+    pub name: &'a str,
+    /// Its format.
+    pub format: &'a str,
+    /// The size of its disk, in bytes, where it is known.
+    pub size: Option<u64>,
+    /// What proves its content, and that of the images below it.
+    pub pin: Option<&'a Pin>,
 }
 
 /// The part of a [detach](Format::detach) that takes as long as the disk is large, done while the disk is open and in use.
@@ -285,6 +301,25 @@ pub trait Format: Sync {
     /// image.
     fn set_pin<'a>(&'a self, image: &'a SharedStorage, _pin: &'a Pin) -> LocalFuture<'a, Result<()>> {
         ready(Err(Error::unsupported(format!("{} has no backing image", image.name()))))
+    }
+
+    /// Gives a closed image this image below, with what proves its content; it is durable when this returns, and a crash
+    /// leaves the old one or the new one. Nothing else changes: where the disk shows what is below, it reads as the new one
+    /// from then on.
+    ///
+    /// # Errors
+    /// `Unsupported` if the format has no place for it, or the image has snapshots, which also read from below; `NoSpace` if
+    /// the header has no room; and the errors of the image.
+    fn set_backing<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        _backing: NewBacking<'a>,
+    ) -> LocalFuture<'a, Result<()>> {
+        ready(Err(Error::unsupported(format!(
+            "{} is a {} image, which has no backing image",
+            image.name(),
+            self.kind()
+        ))))
     }
 
     /// Records in a closed image how far it is in a migration; it is durable when this returns, also where an earlier

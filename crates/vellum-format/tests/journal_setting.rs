@@ -9,6 +9,7 @@ use vellum_core::{
     Buffer, Disk, ErrorKind, ImageOffset, MemoryDisk, Random, SharedDisk, SharedStorage, Storage,
 };
 use vellum_format::FormatKind;
+use vellum_format::image::NewBacking;
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create, set_journal};
 use vellum_format::session::{CacheId, Session, SessionNumber, SessionState, Sessions};
 use vellum_sim::{Content, CrashKind, Drive, DriveOptions, World};
@@ -16,8 +17,6 @@ use vellum_sim::{Content, CrashKind, Drive, DriveOptions, World};
 const JOURNAL: u32 = 0x564C_4A31;
 const PADDING: u32 = 0x564C_5044;
 const NAMES: u32 = 0x6803_F857;
-const BACKING_FORMAT: u32 = 0xE279_2ACA;
-const FOREIGN: u32 = 0x1234_5678;
 const ROW: usize = 48;
 const FIELDS: usize = 112;
 const WANTED: u64 = 128 << 10;
@@ -432,6 +431,73 @@ fn a_pin_without_a_backing_file_or_without_room_is_refused_and_changes_nothing()
         assert_eq!(refused.expect_err("refused").kind(), kind);
         assert_eq!(drive.content().to_vec(), before.to_vec());
     }
+}
+
+/// The backing file's name and format, and what else the header says.
+fn backing_of(image: &Content, cluster: u64) -> (Option<(String, String)>, Option<String>, Said) {
+    let world = World::new(0);
+    let drive = Drive::from_content(&world, image.clone(), DriveOptions::default());
+    let head = world.run(FormatKind::Qcow2.format().read(&*drive)).expect("a header that can be read");
+    let backing = head.backing().map(|(name, format)| (name.to_owned(), format.unwrap_or("").to_owned()));
+    let mut said = Said::of(&first_cluster(image, cluster)).of_others();
+    said.extensions.retain(|(kind, _)| ![PIN, BACKING_FORMAT].contains(kind));
+    said.name.clear();
+    said.fields[16..20].fill(0); // the length of the name
+    (backing, head.pin().map(ToString::to_string), said)
+}
+
+#[test]
+fn a_crash_leaves_the_old_backing_file_or_the_new_one() {
+    let mut states = 0;
+    let long = "d/".repeat(500) + "base.raw";
+    let pin = Pin::parse("etag 5 \"first\"").unwrap();
+    for (cluster, foreign, journal) in [(65_536, 0, None), (65_536, 3000, Some(WANTED)), (4096, 100, None)] {
+        let (mut before, _) = image(cluster, "", foreign, true);
+        if journal.is_some() {
+            before = changed(&before, journal).unwrap();
+        }
+        let steps: [(&str, &str, Option<&Pin>); 6] = [
+            ("base.raw", "raw", None),
+            (&long, "qcow2", None),
+            ("http://host/base.raw", "raw", Some(&pin)),
+            ("a.vlm", "vellum", None),
+            (&long, "raw", Some(&pin)),
+            ("b", "qcow2", None),
+        ];
+        for (name, format, pin) in steps {
+            let about =
+                format!("{cluster}, {foreign} of others, journal {journal:?}, {} of name", name.len());
+            let (old, old_pin, said) = backing_of(&before, cluster);
+            let world = World::new(0);
+            let drive = Drive::from_content(&world, before.clone(), DriveOptions::default());
+            let shared: SharedStorage = drive.clone();
+            let backing = NewBacking { name, format, size: None, pin };
+            world.run(FormatKind::Qcow2.format().set_backing(&shared, backing)).expect(&about);
+            let after = drive.content();
+            let new = Some((name.to_owned(), format.to_owned()));
+            let new_pin = pin.map(ToString::to_string);
+            assert_eq!(backing_of(&after, cluster), (new.clone(), new_pin.clone(), said.clone()), "{about}");
+            assert_eq!(journal_of(&after), journal, "{about}");
+            let log = drive.log();
+            let mut seen = HashSet::new();
+            for position in log.crash_positions() {
+                let point = log.crash(CrashKind::PowerCut, position);
+                let whole = point.subsets().into_iter().flatten().map(|(_, image)| image);
+                let torn = (0..point.pending().len()).flat_map(|index| point.tears(index, u64::MAX));
+                for image in
+                    whole.chain(point.corners()).chain(torn).filter(|image| seen.insert(image.digest()))
+                {
+                    states += 1;
+                    let (now, pin, others) = backing_of(&image, cluster);
+                    assert_eq!(others, said, "{about}, at {position}");
+                    let is_old = (&now, &pin) == (&old, &old_pin);
+                    assert!(is_old || (&now, &pin) == (&new, &new_pin), "{about}, at {position}: {now:?}");
+                }
+            }
+            before = after;
+        }
+    }
+    assert!(states >= 60, "{states}");
 }
 
 /// Headers that have no checksum: refused, or changed into one that can be read.

@@ -544,6 +544,7 @@ async fn open_disk(
         clock: options.clock.clone(),
         secrets: options.secrets.clone(),
         may_be_weak: options.may_be_weak,
+        without_below: options.without_backing,
         // Those below are only read, and never behind.
         flash: options.flash.as_ref().filter(|_| !read_only).and_then(|choice| choice.id_for(head)),
         fills,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use vellum_core::pin::Pin;
-use vellum_core::{BlockSize, Context, Error, LocalFuture, Result, SharedDisk, SharedStorage, Storage};
+use vellum_core::{BlockSize, Context, Disk, Error, LocalFuture, Result, SharedDisk, SharedStorage, Storage};
 
 use super::check::check;
 use super::detach::detach;
@@ -13,11 +13,12 @@ use super::image::Native;
 use super::open::{OpenOptions, finish};
 use super::recover::recover;
 use super::session::put_session;
-use super::superblock::{Superblocks, VERSION};
+use super::superblock::{Base, Superblocks, VERSION};
 use super::{resize, snapshots};
 use crate::handover::{Handover, may_change};
 use crate::image::{
-    Fact, Files, Format, Head, OpenOptions as Options, Opened, Snapshot, SnapshotSupport, Snapshots, ready,
+    Fact, Files, Format, Head, NewBacking, OpenOptions as Options, Opened, Snapshot, SnapshotSupport,
+    Snapshots, ready,
 };
 use crate::probe::FormatKind;
 use crate::report::{CheckReport, JournalChange, Recovery, Repair};
@@ -124,6 +125,18 @@ impl Format for NativeFormat {
         })
     }
 
+    fn set_backing<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        backing: NewBacking<'a>,
+    ) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move {
+            changeable(image).await?;
+            let context = || format!("can't give {} the backing image {}", image.name(), backing.name);
+            set_backing(image, backing).await.context(context)
+        })
+    }
+
     fn set_handover<'a>(
         &'a self,
         image: &'a SharedStorage,
@@ -162,6 +175,41 @@ impl Format for NativeFormat {
             "{name} is a vellum image: it has a journal whenever it needs one, of the size it was created with"
         ))))
     }
+}
+
+/// The regions of an image over a base are as large as the base: another one has its size.
+async fn set_backing(image: &SharedStorage, backing: NewBacking<'_>) -> Result<()> {
+    // Opening it finishes an interrupted change.
+    let native = Native::open(image.clone(), None, alone()).await?;
+    let shape = native.places.shape();
+    let has_snapshots = shape.layout.has_table() && !native.snapshots()?.is_empty();
+    let base_bytes = shape.base_bytes;
+    native.close().await?;
+    let Some(base_bytes) = base_bytes else {
+        return Err(Error::unsupported(
+            "a vellum image that was made without a backing image gets none: make a clone with `vellum create -b`",
+        ));
+    };
+    if has_snapshots {
+        return Err(Error::unsupported(
+            "the image has snapshots, which also read from the backing image: delete them first",
+        ));
+    }
+    if backing.size.is_some_and(|size| size != base_bytes) {
+        return Err(Error::unsupported(format!(
+            "the backing image of a vellum image is replaced by one of the same size, {base_bytes} bytes: make the image \
+             independent with `vellum flatten`, or copy it with `vellum convert`"
+        )));
+    }
+    let mut superblocks = Superblocks::read(&**image).await?;
+    let base = Base { name: backing.name.to_owned(), format: Some(backing.format.to_owned()) };
+    superblocks.superblock.set_base(base, backing.pin.cloned())?;
+    superblocks.superblock.draw_generation(None);
+    superblocks.write(&**image).await?;
+    image.flush().await?; // commit point
+    // The other copy: a damaged one is not replaced by one that names the old base.
+    superblocks.write(&**image).await?;
+    image.flush().await
 }
 
 async fn set_pin(image: &SharedStorage, pin: &Pin) -> Result<()> {
@@ -259,6 +307,7 @@ impl Head for Superblocks {
             flash: options.flash,
             fills: options.fills,
             tables: options.tables,
+            without_base: options.without_below,
             ..OpenOptions::default()
         };
         Box::pin(async move { Native::open(files.image, files.below, options).await.map(opened) })

@@ -178,6 +178,24 @@ pub struct Base {
     pub format: Option<String>,
 }
 
+impl Base {
+    /// Whether it can be recorded.
+    fn check(&self) -> Result<()> {
+        let format = self.format.as_deref().unwrap_or("");
+        if self.name.is_empty() || self.name.len() > NAME_MAX || self.name.contains('\0') {
+            return Err(Error::invalid(format!(
+                "the base's name must have 1 to {NAME_MAX} bytes, none of them zero"
+            )));
+        }
+        if format.len() > FORMAT_MAX || format.contains('\0') {
+            return Err(Error::invalid(format!(
+                "the name of the base's format is longer than {FORMAT_MAX} bytes"
+            )));
+        }
+        Ok(())
+    }
+}
+
 /// A superblock whose every field has been checked.
 #[derive(Debug, Clone)]
 pub struct Superblock {
@@ -213,19 +231,7 @@ pub struct Superblock {
 impl Superblock {
     /// The first superblock of a new image.
     pub(crate) fn new(places: Places, base: Option<Base>, uuid: [u8; 16]) -> Result<Self> {
-        if let Some(base) = &base {
-            let format = base.format.as_deref().unwrap_or("");
-            if base.name.is_empty() || base.name.len() > NAME_MAX || base.name.contains('\0') {
-                return Err(Error::invalid(format!(
-                    "the base's name must have 1 to {NAME_MAX} bytes, none of them zero"
-                )));
-            }
-            if format.len() > FORMAT_MAX || format.contains('\0') {
-                return Err(Error::invalid(format!(
-                    "the name of the base's format is longer than {FORMAT_MAX} bytes"
-                )));
-            }
-        }
+        base.as_ref().map_or(Ok(()), Base::check)?;
         if base.is_some() != places.shape().base_bytes.is_some() {
             return Err(Error::invalid("a base needs a size, and a size needs a base"));
         }
@@ -481,11 +487,20 @@ impl Superblock {
         self.pin = Some(pin);
     }
 
-    /// Removes the base, and the regions that only an image over a base has.
-    pub(crate) fn detach(&mut self) -> Result<()> {
-        self.places = self.places.without_base()?;
-        self.base = None;
-        self.pin = None;
+    /// Gives the image another base of the same size, with what proves its content.
+    ///
+    /// # Errors
+    /// `Invalid` for a name that is too long.
+    pub(crate) fn set_base(&mut self, base: Base, pin: Option<Pin>) -> Result<()> {
+        base.check()?;
+        self.clear_base();
+        self.base = Some(base);
+        self.pin = pin;
+        Ok(())
+    }
+
+    /// The texts, which may be longer than those that replace them.
+    fn clear_base(&mut self) {
         for (len, bytes) in [
             (field::PIN_LEN, field::PIN..field::PIN + Pin::BYTES_MAX),
             (field::NAME_LEN, field::NAME..field::NAME + NAME_MAX),
@@ -494,6 +509,14 @@ impl Superblock {
             put32(&mut self.page.0[..], len, 0);
             self.page.0[bytes].fill(0);
         }
+    }
+
+    /// Removes the base, and the regions that only an image over a base has.
+    pub(crate) fn detach(&mut self) -> Result<()> {
+        self.places = self.places.without_base()?;
+        self.base = None;
+        self.pin = None;
+        self.clear_base();
         Ok(())
     }
 

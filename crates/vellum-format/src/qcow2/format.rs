@@ -12,14 +12,14 @@ use super::check::{check, recover};
 use super::detach::detach;
 use super::header::{Compression, Encryption, Header, VERSIONS};
 use super::journal_setting::{
-    has_place_for_session, no_room_for_session, set_handover, set_journal, set_pin, set_session,
+    has_place_for_session, no_room_for_session, set_backing, set_handover, set_journal, set_pin, set_session,
 };
 use super::layout::{JOURNAL_BYTES_DEFAULT, METADATA_PAGE, autoclear};
 use super::open::OpenOptions;
 use super::{Qcow2, encrypted, resize, snapshot};
 use crate::handover::{Handover, may_change};
 use crate::image::{
-    Fact, Files, Format, Head, Machine, OpenOptions as Options, Opened, Snapshot, SnapshotSupport,
+    Fact, Files, Format, Head, Machine, NewBacking, OpenOptions as Options, Opened, Snapshot, SnapshotSupport,
 };
 use crate::luks::{self, KeyArea};
 use crate::prealloc::Prealloc;
@@ -105,6 +105,17 @@ impl Format for Qcow2Format {
         Box::pin(async move {
             changeable(image).await?;
             detach(image).await
+        })
+    }
+
+    fn set_backing<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        backing: NewBacking<'a>,
+    ) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move {
+            changeable(image).await?;
+            set_backing(image, backing).await
         })
     }
 

@@ -34,6 +34,7 @@ use super::layout::*;
 use super::pin::encode as encode_pin;
 use crate::Prealloc;
 use crate::handover::Handover;
+use crate::image::NewBacking;
 use crate::journal::record::{BYTES_MAX, BYTES_MIN};
 use crate::report::JournalChange;
 use crate::session::Session;
@@ -98,6 +99,50 @@ pub(super) async fn remove_backing(header: &Header, image: &dyn Storage) -> Resu
     }
     image.write(ImageOffset::ZERO, Buffer::copy_of(&first)).await?;
     image.flush().await // commit point
+}
+
+/// Gives a closed image this backing file, in the place of the one that it has, if it has one.
+///
+/// # Errors
+/// As [`Format::set_backing`](crate::image::Format::set_backing).
+pub(super) async fn set_backing(image: &SharedStorage, backing: NewBacking<'_>) -> Result<()> {
+    let context = || format!("can't give {} the backing image {}", image.name(), backing.name);
+    set_backing_inner(image, backing).await.context(context)
+}
+
+async fn set_backing_inner(image: &SharedStorage, backing: NewBacking<'_>) -> Result<()> {
+    let mut header = Header::read(&**image).await?;
+    if header.is_corrupt() {
+        return Err(Error::corrupt("the image is marked corrupt: run `vellum check -r all` first"));
+    }
+    if header.needs_replay() {
+        recover(image).await.context(|| "the image was not closed")?;
+        header = Header::read(&**image).await?;
+    }
+    if header.snapshot_count > 0 {
+        return Err(Error::unsupported(
+            "the image has snapshots, which also read from the backing image: delete them first (`qemu-img snapshot -d`)",
+        ));
+    }
+    if header.data_file_is_raw() {
+        return Err(Error::unsupported("its data lies in a raw file, which has all of the disk"));
+    }
+    if backing.name.is_empty() || backing.name.len() > BACKING_NAME_MAX as usize {
+        return Err(Error::invalid(format!("the name of a backing file has 1 to {BACKING_NAME_MAX} bytes")));
+    }
+    let old = Layout::read(&header, &**image).await?;
+    let wanted = old.parts.with_backing(backing, &header);
+    if !relay(&header, &**image, &wanted).await? {
+        return Err(Error::new(
+            ErrorKind::NoSpace,
+            "the header has no room for it: give the file a shorter name, or remove extensions of other programs",
+        ));
+    }
+    match wanted == old.parts {
+        // It may have been written before, and never flushed.
+        true => write_again(&**image).await,
+        false => Ok(()),
+    }
 }
 
 /// Records the pin in a closed image.
@@ -477,6 +522,21 @@ impl Parts {
                 header.autoclear & autoclear::KNOWN & !autoclear::SESSION,
             );
         }
+        parts
+    }
+
+    fn with_backing(&self, backing: NewBacking<'_>, header: &Header) -> Self {
+        let mut parts = self.without_backing(header);
+        if header.version() >= 3 {
+            put64(&mut parts.fields, field::COMPATIBLE, header.compatible);
+        }
+        parts.extensions.push((extension::BACKING_FORMAT, backing.format.as_bytes().to_vec()));
+        if let Some(pin) = backing.pin {
+            parts.extensions.push((extension::PIN, encode_pin(backing.name, pin)));
+        }
+        parts.backing_name = backing.name.as_bytes().to_vec();
+        let len = u32::try_from(backing.name.len()).expect("it was checked");
+        put32(&mut parts.fields, field::BACKING_FILE_SIZE, len);
         parts
     }
 

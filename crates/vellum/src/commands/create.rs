@@ -188,7 +188,7 @@ pub(crate) fn run(args: Args) -> Outcome {
 }
 
 /// The name as an image holds it.
-fn text_of_name(name: OsString) -> Result<String> {
+pub(super) fn text_of_name(name: OsString) -> Result<String> {
     name.into_string().map_err(|name| {
         Error::unsupported(format!(
             "the backing image's name {} is not UTF-8, so it cannot be stored in an image: rename it, or create a \

@@ -3,6 +3,7 @@
 pub(crate) mod check;
 pub(crate) mod client;
 pub(crate) mod clone;
+pub(crate) mod commit;
 pub(crate) mod compare;
 pub(crate) mod completions;
 pub(crate) mod control;
@@ -21,6 +22,7 @@ pub(crate) mod migrate;
 pub(crate) mod pause;
 pub(crate) mod prefetch;
 pub(crate) mod quickstart;
+pub(crate) mod rebase;
 pub(crate) mod recover;
 pub(crate) mod resize;
 pub(crate) mod serve;

@@ -33,7 +33,7 @@ const KINDS: [&[&str]; 9] = [
 ];
 
 /// A clone in which a guest has written, zeroed and discarded. Returns what its disk reads as.
-fn used_clone(template: &str, kind: &[&str], clone: &str, seed: u64) -> Vec<u8> {
+pub(super) fn used_clone(template: &str, kind: &[&str], clone: &str, seed: u64) -> Vec<u8> {
     vellum(&[&["clone", "-q", "--size", "11M"], kind, &[template, clone]].concat()).answer();
     let served = Server::start(&["-f", kind[1], clone]);
     let mut guest = super::support::client::Client::connect(&served.peer(), "").expect("a connection");

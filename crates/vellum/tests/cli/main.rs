@@ -6,6 +6,7 @@
 //!   making.rs    create, convert, quickstart; options, sizes, and how bad ones are refused
 //!   config.rs    the configuration file
 //!   damage.rs    check, compare, recover: exit codes, repairs, files that are broken
+//!   chains.rs    rebase and commit, with qemu-img as judge
 //!   cloning.rs   many images over one template
 //!   encrypted.rs LUKS: images to and fro between both programs, secrets, keys
 //!   flash.rs     images of which a flash cache holds writes
@@ -33,6 +34,7 @@ mod support;
 
 mod about;
 mod answers;
+mod chains;
 mod cloning;
 mod config;
 mod damage;

@@ -83,12 +83,19 @@ impl Home {
                     Place::Zero { .. } | Place::Below => false,
                 };
                 let (start, end) = (extent.span.start().bytes(), extent.span.end().bytes());
-                // A block that lies in several extents is kept when any of it is own and nothing is below.
+                // A block that lies in several extents is kept when any of it is own and nothing is below. One with which
+                // the disk ends is whole when it is own from its beginning.
                 let run = match is_own {
-                    true if has_below && end != self.size() => start.div_ceil(BLOCK_BYTES)..end / BLOCK_BYTES,
+                    true if has_below && end == self.size() => {
+                        start.div_ceil(BLOCK_BYTES)..end.div_ceil(BLOCK_BYTES)
+                    }
+                    true if has_below => start.div_ceil(BLOCK_BYTES)..end / BLOCK_BYTES,
                     true => start / BLOCK_BYTES..end.div_ceil(BLOCK_BYTES),
                     false => continue,
                 };
+                if run.is_empty() {
+                    continue;
+                }
                 match own.last_mut() {
                     Some(last) if last.end >= run.start => last.end = last.end.max(run.end),
                     _ => own.push(run),

@@ -140,6 +140,46 @@ fn a_template_that_was_replaced_is_read_anew() {
     }
 }
 
+/// The last block of the disk is the image's own in its second half only: the first is the template's, also later.
+#[test]
+fn what_a_template_has_of_a_block_is_not_kept_as_the_image_s_own() {
+    let dir = Dir::new("flash-half");
+    let cache = made_cache(&dir, "64M");
+    let (template, image) = (dir.join("template.raw"), dir.text("clone.qcow2"));
+    std::fs::write(&template, vec![0x11; SIZE]).expect("a template");
+    let options = ["-o", "extended_l2=on,cluster_size=64k", "-b", "template.raw", "-F", "raw"];
+    vellum(&[&["create", "-q", "-f", "qcow2"], &options[..], &[&image]].concat()).answer();
+    let server = Server::start(&[&image]);
+    let mut client = Client::connect(&server.peer(), "").expect("it is served");
+    client.write(SIZE as u64 - 1024, &[0x99; 1024], 0).expect("written");
+    client.disconnect();
+    server.stop();
+    for value in [0x11, 0x22] {
+        std::fs::write(&template, vec![value; SIZE]).expect("a template");
+        let place = Dir::short();
+        let control = place.text("control");
+        let server = Server::start(&[&image, "--flash", &cache, "--control", &control]);
+        let mut client = Client::connect(&server.peer(), "").expect("it is served");
+        let admitted = || {
+            let stats = vellum(&["stats", "--control", &control, "--output", "json"]).json();
+            let flash = &stats["disks"][0]["flash"];
+            flash["admitted"].as_u64().unwrap_or(0) + flash["below"]["admitted"].as_u64().unwrap_or(0)
+        };
+        client.read(0, 1 << 20).expect("read");
+        until("something is cached", || admitted() > 0);
+        for _ in 0..20 {
+            let found = client.read(SIZE as u64 - 4096, 4096).expect("read");
+            // The image has the sub-cluster of 2 KiB that was written, filled up from the first template.
+            same(&found[..2048], &[value; 2048], &format!("the template of {value:#x}"));
+            same(&found[2048..3072], &[0x11; 1024], "what was filled up");
+            same(&found[3072..], &[0x99; 1024], "the image");
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+        client.disconnect();
+        server.stop();
+    }
+}
+
 #[test]
 fn a_template_that_was_rewritten_and_has_its_old_times_is_read_anew() {
     let dir = Dir::new("flash-rewritten");

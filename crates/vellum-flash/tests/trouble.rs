@@ -242,3 +242,35 @@ fn a_home_that_never_answers_holds_up_its_own_requests_alone() {
     });
     assert_eq!(steps.borrow().len(), 1, "the write-back of the disk that hangs");
 }
+
+/// Writes of parts of sectors, over blocks that were given up while they waited for slots, read home again. They hold nothing
+/// meanwhile that others need.
+#[test]
+fn what_was_given_up_while_a_write_waited_is_read_from_home_without_holding_others_up() {
+    let scene = scene();
+    let cached = 110;
+    for number in 0..cached {
+        answered("a write", write_block(&scene.bad, number, 8)).unwrap();
+    }
+    answered("a drain", scene.bad.drain()).unwrap();
+    answered("a write", write_block(&scene.bad, 399, 8)).unwrap();
+    scene.home.state.store(HUNG, Ordering::Relaxed);
+    let bad = &scene.bad;
+    let mut hanging: Vec<LocalFuture<'_, ()>> = Vec::new();
+    for number in 0..cached {
+        hanging.push(Box::pin(async move {
+            let at = GuestOffset::new(number * 4096 + 3);
+            bad.write(at, Buffer::zeroed(7), WriteFlags::default()).await.unwrap();
+        }));
+    }
+    let step = |hanging: &mut Vec<LocalFuture<'_, ()>>| {
+        hanging.retain_mut(|one| block_on(poll_once(one)).is_none());
+    };
+    for _ in 0..20 {
+        step(&mut hanging);
+    }
+    assert!(!hanging.is_empty(), "some of them need home");
+    victims_go_on(&scene, || step(&mut hanging));
+    assert!(!hanging.is_empty(), "they wait for home, and for nothing else");
+    scene.home.state.store(WELL, Ordering::Relaxed);
+}

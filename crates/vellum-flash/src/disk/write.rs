@@ -13,7 +13,9 @@
 //!    the promise: what home said holds if nobody else has claimed the block since.
 //! 4. Bytes that are checked do not change: lent memory is copied first.
 
-use vellum_core::{Buffer, GuestOffset, GuestSpan, ImageOffset, Result, WriteFlags, ZeroFlags};
+use vellum_core::{
+    Buffer, Error, ErrorKind, GuestOffset, GuestSpan, ImageOffset, Result, WriteFlags, ZeroFlags,
+};
 
 use super::count;
 use super::read::in_blocks;
@@ -77,6 +79,19 @@ impl Edges {
     fn have_changed(&self) -> bool {
         self.watch.as_ref().is_some_and(|watch| watch.claims() > 1)
     }
+
+    /// What home has of the sector at this offset of the disk, if that was read.
+    fn find(&self, at: u64) -> Option<&Vec<u8>> {
+        self.sectors.iter().find(|(edge, _)| edge.bytes() == at).map(|(_, bytes)| bytes)
+    }
+}
+
+/// Why a write cannot be done as it stands.
+enum Unplanned {
+    /// This part of the map has no room for another group.
+    PartIsFull(u32),
+    /// A sector that is written in part is known here no more.
+    EdgeIsMissing,
 }
 
 /// The sectors that some of these bytes of a block are in.
@@ -144,8 +159,9 @@ impl Home {
             is_zero: false,
         };
         let cache = &*self.cache;
+        let mut reads_all = false;
         loop {
-            let edges = self.read_edges(span).await?;
+            let edges = self.read_edges(span, reads_all).await?;
             let mut promise = cache.promise(self, need).await?;
             let claim = self.claims.claim(blocks.clone()).await;
             let inside = cache.epochs.enter();
@@ -153,12 +169,17 @@ impl Home {
             if edges.have_changed() {
                 continue;
             }
-            let planned = self.plan(span, |state, key| promise.take(state, key));
+            let planned = self.plan(span, &edges, |state, key| promise.take(state, key));
             let steps = match planned {
                 Ok(steps) => steps,
-                Err(part) => {
+                Err(Unplanned::PartIsFull(part)) => {
                     drop((promise, inside, claim));
                     cache.make_part_room(part).await?;
+                    continue;
+                }
+                // A slot was given up while this waited. Home is not read with a promise, a claim or an epoch.
+                Err(Unplanned::EdgeIsMissing) => {
+                    reads_all = true;
                     continue;
                 }
             };
@@ -195,8 +216,8 @@ impl Home {
     }
 
     /// Reads sectors of which only some bytes are written, and which only home has. It comes before the promise and
-    /// the claim: what waits for home keeps nothing from other disks.
-    async fn read_edges(&self, span: GuestSpan) -> Result<Edges> {
+    /// the claim: what waits for home keeps nothing from other disks. With `reads_all` also what flash has now, clean.
+    async fn read_edges(&self, span: GuestSpan, reads_all: bool) -> Result<Edges> {
         let (start, end, size) = (span.start().bytes(), span.end().bytes(), self.size());
         let first = (!start.is_multiple_of(SECTOR_BYTES)).then_some(start / SECTOR_BYTES);
         let last = (!end.is_multiple_of(SECTOR_BYTES) && end != size).then_some(end / SECTOR_BYTES);
@@ -206,7 +227,9 @@ impl Home {
             edges.watch.get_or_insert_with(|| self.claims.watch(blocks));
             let key = Key::new(self.row, sector / 8);
             let is_here = match self.cache.state().find(key) {
-                Found::Slot { sectors, .. } => sectors & 1 << (sector % 8) != 0,
+                Found::Slot { sectors, dirty, .. } => {
+                    (dirty || !reads_all) && sectors & 1 << (sector % 8) != 0
+                }
                 Found::Zero => true,
                 Found::Home => false,
             };
@@ -221,13 +244,33 @@ impl Home {
         Ok(edges)
     }
 
-    /// Decides for each block where its bytes go. Fails with the part whose slice is full.
-    fn plan(&self, span: GuestSpan, mut take: impl FnMut(&mut State, Key) -> Slot) -> Result<Vec<Step>, u32> {
+    /// Decides for each block where its bytes go.
+    fn plan(
+        &self,
+        span: GuestSpan,
+        edges: &Edges,
+        mut take: impl FnMut(&mut State, Key) -> Slot,
+    ) -> Result<Vec<Step>, Unplanned> {
         let size = self.size();
         let mut state = self.cache.state();
         if let Some(part) = in_blocks(span).find_map(|(block, ..)| state.full_part(Key::new(self.row, block)))
         {
-            return Err(part);
+            return Err(Unplanned::PartIsFull(part));
+        }
+        let lacks_edge = |(block, from, to): (u64, u64, u64)| {
+            let start = block * BLOCK_BYTES;
+            let has = match state.find(Key::new(self.row, block)) {
+                Found::Slot { sectors, .. } => sectors,
+                Found::Zero => SECTORS_ALL,
+                Found::Home => 0,
+            };
+            let partial = touched(from, to) & !whole(from, to, BLOCK_BYTES.min(size - start)) & !has;
+            (0..8u64).any(|sector| {
+                partial & 1 << sector != 0 && edges.find(start + sector * SECTOR_BYTES).is_none()
+            })
+        };
+        if in_blocks(span).any(lacks_edge) {
+            return Err(Unplanned::EdgeIsMissing);
         }
         let plan_one = |(block, from, to)| {
             let key = Key::new(self.row, block);
@@ -305,12 +348,10 @@ impl Home {
         for sector in (0..8u64).filter(|sector| partial & 1 << sector != 0) {
             let at = sector * SECTOR_BYTES;
             let len = usize::try_from(SECTOR_BYTES.min(block_bytes - at)).expect("a sector");
-            let home = match edges.sectors.iter().find(|(edge, _)| *edge == start + at) {
-                Some((_, bytes)) => bytes.clone(),
-                // Its slot was given up since. That is seldom, and a home that answers has it soon.
-                None => self.disk.read(start + at, Buffer::for_overwrite(len)).await?.to_vec(),
-            };
-            block.copy_from(usize::try_from(at).expect("within a block"), &home);
+            let home = edges.find((start + at).bytes()).filter(|bytes| bytes.len() == len);
+            let home =
+                home.ok_or_else(|| Error::new(ErrorKind::Io, "a sector beside the write was not read"))?;
+            block.copy_from(usize::try_from(at).expect("within a block"), home);
         }
         block.copy_from(usize::try_from(from).expect("within a block"), bytes.contiguous().slice());
         Ok(block)

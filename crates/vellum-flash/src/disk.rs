@@ -147,7 +147,8 @@ impl Home {
         if !self.is_open() {
             return Ok(());
         }
-        let is_kept = self.keeps_at_close.load(Ordering::Acquire);
+        // An image that lacks nothing is complete, and says so.
+        let is_kept = self.keeps_at_close.load(Ordering::Acquire) && self.cache.state().is_dirty(self.row);
         let flash = async {
             if self.disk.geometry().read_only {
                 return Ok(());

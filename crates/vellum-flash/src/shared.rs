@@ -117,6 +117,8 @@ pub(crate) struct Home {
     /// A fill asked for a flush of home.
     pub(crate) wants_flush: AtomicBool,
     pub(crate) is_closed: AtomicBool,
+    /// The image was opened beside the one of which it is a copy: what it names is that one's.
+    pub(crate) is_copy: bool,
     pub(crate) keeps_at_close: AtomicBool,
     pub(crate) tally: Tally,
     /// Disks of the cache that this one lies over, and how many lie over it.

@@ -1,5 +1,6 @@
 //! Whose blocks they are: an old cache, a copy of an image, an image that another program wrote, and openings that
 //! are cut off between the row and the image.
+//! Long because each test is a story of one image and its copies, over one header that fails in many ways.
 
 mod common;
 use vellum_flash as flash;
@@ -32,6 +33,8 @@ struct Header {
     /// Beginnings fail when the file has got the number, and what is open has not. What the file has.
     fails_late: Mutex<bool>,
     in_file: Mutex<Option<Session>>,
+    /// What a power cut leaves: the last that was flushed.
+    durable: Mutex<Option<Session>>,
     /// Done in the middle of a beginning.
     meanwhile: Mutex<Option<Box<dyn FnOnce() + Send>>>,
     /// Before and after each change of the header: what it said, and what was on flash.
@@ -48,6 +51,7 @@ impl Header {
             is_cut_off: Mutex::default(),
             fails_late: Mutex::default(),
             in_file: Mutex::default(),
+            durable: Mutex::new(session),
             meanwhile: Mutex::default(),
             moments: Mutex::default(),
             watched: Mutex::default(),
@@ -66,6 +70,7 @@ impl Header {
         };
         note();
         *self.session.lock().unwrap() = session;
+        *self.durable.lock().unwrap() = session;
         note();
     }
 }
@@ -142,8 +147,22 @@ impl Image {
     }
 
     async fn open_with(&self, cache: &Arc<FlashCache>, policy: FlashPolicy) -> Result<Arc<FlashDisk>> {
+        self.open_so(cache, policy, [9; 16]).await
+    }
+
+    /// The file has these digits.
+    async fn open_as(&self, cache: &Arc<FlashCache>, disk: [u8; 16]) -> Result<Arc<FlashDisk>> {
+        self.open_so(cache, FlashPolicy::WriteBack, disk).await
+    }
+
+    async fn open_so(
+        &self,
+        cache: &Arc<FlashCache>,
+        policy: FlashPolicy,
+        disk: [u8; 16],
+    ) -> Result<Arc<FlashDisk>> {
         let options = DiskOptions {
-            disk: [9; 16],
+            disk,
             home: self.home.reopened(),
             sessions: Some(self.header.clone()),
             policy,
@@ -689,4 +708,121 @@ fn of_two_disks_with_the_same_digits_only_the_one_whose_session_is_named_is_forg
         assert_eq!(cache.facts().dirty_blocks, 1);
         assert_eq!(read(&live.copied().open(&cache).await.unwrap()).await, 3);
     });
+}
+
+/// A program was killed after the number had been written to the image, and before it was flushed. The next one reads it from
+/// the page cache.
+#[test]
+fn a_number_that_was_never_flushed_is_durable_before_its_row_is_decided() {
+    block_on(async {
+        let (flash, image, other) = (Flash::new(), Image::new(1), Image::new(7));
+        let cache = flash.open().await;
+        let disk = image.open(&cache).await.unwrap();
+        write(&disk, 2).await.unwrap();
+        closed(&disk, true).await;
+        cache.close().await.unwrap();
+
+        let (image, cache) = (image.copied(), flash.open().await);
+        *image.header.fails_late.lock().unwrap() = true;
+        let disk = image.open(&cache).await.unwrap();
+        write(&disk, 3).await.expect_err("it is cut off in its beginning");
+        drop((disk, cache));
+        *image.header.fails_late.lock().unwrap() = false;
+        let written = *image.header.in_file.lock().unwrap();
+        assert!(written.is_some());
+        *image.header.session.lock().unwrap() = written;
+
+        let cache = flash.open().await;
+        let disk = image.open(&cache).await.unwrap();
+        let beside = other.open_as(&cache, [8; 16]).await.unwrap();
+        write(&beside, 8).await.unwrap();
+        assert_eq!(read(&disk).await, 2);
+        drop((disk, beside, cache));
+        // A power cut.
+        let durable = *image.header.durable.lock().unwrap();
+        let (after, cache) = (image.copied(), flash.open().await);
+        *after.header.session.lock().unwrap() = durable;
+        let disk = after.open(&cache).await.expect("the cache has its writes");
+        assert_eq!(read(&disk).await, 2);
+    });
+}
+
+/// The original and a copy of it, both complete, in either order.
+#[test]
+fn a_complete_copy_is_opened_beside_its_original() {
+    for copy_first in [false, true] {
+        block_on(async {
+            let (flash, image) = (Flash::new(), Image::new(1));
+            let cache = flash.open().await;
+            let disk = image.open(&cache).await.unwrap();
+            write(&disk, 2).await.unwrap();
+            closed(&disk, false).await;
+            let (one, other) = (image.copied(), image.copied());
+            let (first, second) = if copy_first { (&other, &one) } else { (&one, &other) };
+            let disk = first.open(&cache).await.unwrap();
+            let beside = second.open(&cache).await.expect("nothing of the cache is its own");
+            assert_eq!((read(&disk).await, read(&beside).await), (2, 2));
+            write(&beside, 3).await.unwrap();
+            write(&disk, 4).await.unwrap();
+            assert_eq!((read(&disk).await, read(&beside).await), (4, 3));
+            closed(&beside, true).await;
+            closed(&disk, true).await;
+            cache.close().await.unwrap();
+            let (first, second, cache) = (first.copied(), second.copied(), flash.open().await);
+            let (disk, beside) = (first.open(&cache).await.unwrap(), second.open(&cache).await.unwrap());
+            assert_eq!((read(&disk).await, read(&beside).await), (4, 3));
+            closed(&beside, false).await;
+            closed(&disk, false).await;
+            for (image, value) in [(first, 4), (second, 3)] {
+                let found = image.copied().home.read(GuestOffset::ZERO, Buffer::zeroed(1)).await.unwrap();
+                assert_eq!(found.to_vec(), [value]);
+            }
+        });
+    }
+}
+
+/// All of it went home before the kill, but the image is still marked. Another image has taken the digits of its file.
+#[test]
+fn a_marked_image_is_opened_also_when_another_has_its_digits() {
+    block_on(async {
+        let (flash, image) = (Flash::new(), Image::new(1));
+        let cache = flash.open().await;
+        let disk = image.open(&cache).await.unwrap();
+        write(&disk, 2).await.unwrap();
+        disk.drain().await.unwrap();
+        disk.flush().await.unwrap();
+        drop((disk, cache));
+        let (image, cache) = (image.copied(), flash.open().await);
+        assert!(image.is_marked());
+        let other = Image::new(5);
+        let beside = other.open(&cache).await.unwrap();
+        write(&beside, 6).await.unwrap();
+        let disk = image.open(&cache).await.expect("the cache knows that it lacks nothing");
+        assert_eq!((read(&disk).await, read(&beside).await), (2, 6));
+        closed(&disk, false).await;
+        assert!(!image.is_marked());
+    });
+}
+
+#[test]
+fn an_image_that_lacks_nothing_is_not_marked_by_a_close_that_keeps() {
+    for policy in [FlashPolicy::WriteBack, FlashPolicy::ReadOnly, FlashPolicy::Off] {
+        block_on(async {
+            let (flash, image) = (Flash::new(), Image::new(1));
+            let cache = flash.open().await;
+            let disk = image.open(&cache).await.unwrap();
+            write(&disk, 2).await.unwrap();
+            closed(&disk, true).await;
+            assert!(image.is_marked());
+            let image = image.copied();
+            let disk = image.open_with(&cache, policy).await.unwrap();
+            if policy == FlashPolicy::WriteBack {
+                disk.drain().await.unwrap();
+            } else {
+                write(&disk, 3).await.unwrap();
+            }
+            closed(&disk, true).await;
+            assert!(!image.is_marked(), "{policy:?}");
+        });
+    }
 }

@@ -55,8 +55,15 @@ impl FlashCache {
             }
             None => None,
         };
+        if let (Some(session), Some(sessions)) = (&named, &options.sessions)
+            && self.is_to_be_decided(session)
+        {
+            // A program that was killed may have left the number in the page cache alone. It becomes durable before the row
+            // says that nothing else counts.
+            sessions.begin(session.number, session.holds_writes()).await?; // commit point
+        }
         let one_at_a_time = lock(&self.opening);
-        let row = self.choose_row(&options, named.as_ref(), is_read_only)?;
+        let Chosen { row, is_copy } = self.choose_row(&options, named.as_ref(), is_read_only)?;
         let is_through = options.policy == FlashPolicy::WriteThrough && !is_read_only;
         if is_through && self.state().is_dirty(row.number) {
             return Err(Error::invalid(
@@ -70,6 +77,7 @@ impl FlashCache {
             claims: Arc::new(Claims::default()),
             policy: Mutex::new(options.policy),
             sessions: options.sessions,
+            is_copy,
             has_begun: AtomicBool::new(false),
             trusts_home: options.trusts_home,
             is_alone: AtomicBool::new(false),
@@ -109,25 +117,50 @@ impl FlashCache {
         Ok(())
     }
 
-    fn choose_row(&self, options: &DiskOptions, named: Option<&Session>, is_read_only: bool) -> Result<Row> {
+    /// Whether the row that this session names is closed, and does not say yet which of two numbers its image has.
+    fn is_to_be_decided(&self, session: &Session) -> bool {
+        let number = number_of(Some(session));
+        let is_it = |row: &Row| !row.has_record && (row.newest == number || row.named == number);
+        let row = self.state().ledger.rows.values().copied().find(is_it);
+        row.is_some_and(|row| !self.is_row_open(row.number))
+    }
+
+    fn choose_row(
+        &self,
+        options: &DiskOptions,
+        named: Option<&Session>,
+        is_read_only: bool,
+    ) -> Result<Chosen> {
         let disk = u128::from_be_bytes(options.disk);
+        let mut is_copy = false;
         let found = match (named, &options.sessions) {
-            (Some(session), _) => self.row_of_session(session)?,
-            (None, Some(_)) => None,
-            (None, None) if is_read_only || options.trusts_home => {
-                let row = self.state().row_of(disk);
-                row.filter(|row| row.named == 0 && row.newest == 0)
+            (Some(session), _) => {
+                let found = self.row_of_session(session)?;
+                // A complete image beside the one of which it is a copy: nothing of the cache is its own.
+                is_copy = found.is_some_and(|row| self.is_row_open(row.number));
+                found.filter(|_| !is_copy)
             }
+            (None, Some(_)) => None,
+            (None, None) if is_read_only || options.trusts_home => self.state().row_of(disk),
             (None, None) => None,
         };
         if let Some(row) = found {
             self.check_closed(row.number)?;
-            return Ok(row);
+            return Ok(Chosen { row: self.moved(row, disk), is_copy: false });
         }
         let counts_later = is_read_only || options.trusts_home || options.sessions.is_some();
         let disk = if counts_later { disk } else { self.draw_number() };
         self.forget_useless(disk);
-        self.state().add_row(disk)
+        Ok(Chosen { row: self.state().add_row(disk)?, is_copy })
+    }
+
+    /// The row, which may have been that of another file until now.
+    fn moved(&self, row: Row, disk: u128) -> Row {
+        let moved = Row { disk, ..row };
+        if moved != row {
+            self.state().set_row(moved);
+        }
+        moved
     }
 
     /// The row whose blocks count for this session.
@@ -140,6 +173,9 @@ impl FlashCache {
         };
         if let Some(row) = newest.or(named.filter(|row| !row.has_record)) {
             // What this file names decides nothing of an open disk, of which it is a copy.
+            if self.is_row_open(row.number) && !session.holds_writes() {
+                return Ok(Some(row));
+            }
             self.check_closed(row.number)?;
             // Either the newer number is in the image, or it never reached the image, and never will. A copy that names the
             // other one is another file.
@@ -170,17 +206,23 @@ impl FlashCache {
         }
     }
 
-    /// Clean rows of this disk, which no image names any more; and, when there is no other row left, the first clean one.
+    /// Clean rows of this disk that no session names. And one more when there is no row left: one without a session, else one
+    /// that had this file, else the first. The image of a row with a session may still be marked, although all of its blocks
+    /// went home before a kill; without its row it would be refused.
     pub(crate) fn forget_useless(&self, disk: u128) {
         let rows: Vec<Row> = self.state().ledger.rows.values().copied().collect();
         let is_full = rows.len() >= usize::from(crate::layout::ROWS_MAX);
-        let mut is_spare = is_full;
-        for row in rows {
-            let is_idle = !self.is_row_open(row.number) && !self.state().is_dirty(row.number);
-            if is_idle && (row.disk == disk || is_spare) {
-                self.state().remove_row(row.number);
-                is_spare = false;
-            }
+        let is_idle = |row: &Row| !self.is_row_open(row.number) && !self.state().is_dirty(row.number);
+        let idle: Vec<Row> = rows.into_iter().filter(is_idle).collect();
+        let mut useless: Vec<Row> =
+            idle.iter().filter(|row| row.disk == disk && row.newest == 0).copied().collect();
+        if is_full && useless.is_empty() {
+            let spare = idle.iter().find(|row| row.newest == 0);
+            let spare = spare.or_else(|| idle.iter().find(|row| row.disk == disk)).or(idle.first());
+            useless.extend(spare);
+        }
+        for row in useless {
+            self.state().remove_row(row.number);
         }
     }
 
@@ -224,6 +266,13 @@ impl FlashCache {
     }
 }
 
+/// The row of a disk.
+struct Chosen {
+    row: Row,
+    /// The image names a number of another row, which is open.
+    is_copy: bool,
+}
+
 fn may_have(policy: FlashPolicy, options: &DiskOptions, is_read_only: bool) -> Result<()> {
     match policy {
         FlashPolicy::WriteBack if !is_read_only && options.sessions.is_none() && !options.trusts_home => {
@@ -256,6 +305,8 @@ impl Home {
     async fn change_number(&self, sessions: &dyn Sessions) -> Result<()> {
         let named = sessions.session().await;
         let named = named.filter(|session| session.counts() && session.cache == self.cache.id);
+        // What a copy names until it gets a number of its own is the original's.
+        let named = named.filter(|_| !self.is_copy || self.has_number());
         let newest = {
             let drawn = self.cache.draw_number();
             let mut state = self.cache.state();
@@ -277,6 +328,12 @@ impl Home {
         sessions.begin(number, holds_writes).await?; // commit point
         self.cache.state().row_has_begun(self.row);
         Ok(())
+    }
+
+    /// Whether this opening has drawn a number before.
+    fn has_number(&self) -> bool {
+        let state = self.cache.state();
+        self.row_in(&state).newest != 0 && !state.is_undecided(self.row)
     }
 
     fn row_in(&self, state: &State) -> Row {

@@ -8,8 +8,10 @@ use crate::open::Share;
 use crate::record::{Item, Row};
 
 impl State {
+    /// The row of a disk that no session names.
     pub(crate) fn row_of(&self, disk: u128) -> Option<Row> {
-        self.ledger.rows.values().find(|row| row.disk == disk).copied()
+        let is_it = |row: &&Row| row.disk == disk && row.named == 0 && row.newest == 0;
+        self.ledger.rows.values().find(is_it).copied()
     }
 
     /// A new row for the disk.

@@ -5,7 +5,7 @@
 //! ```
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
@@ -111,6 +111,11 @@ pub(crate) struct Home {
     pub(crate) is_alone: AtomicBool,
     /// A flush of home has failed under writethrough.
     pub(crate) has_lost_flush: AtomicBool,
+    /// Changes of home under writethrough in regions that need not count as written, how many of them a flush of home
+    /// covers, and when the last one was, in seconds.
+    pub(crate) unrecorded: AtomicU64,
+    pub(crate) unrecorded_covered: AtomicU64,
+    pub(crate) unrecorded_at: AtomicU32,
     pub(crate) beginning: async_lock::Mutex<()>,
     /// Held by the one write-back that is under way.
     pub(crate) writing_back: async_lock::Mutex<()>,

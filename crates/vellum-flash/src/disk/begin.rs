@@ -19,7 +19,7 @@
 //!    nothing of the cache, unless nothing has changed since.
 //! 6. Where nothing ties the image to the cache and it may be written, its blocks count in this opening alone.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use vellum_core::{Error, ErrorKind, Result, lock};
@@ -82,6 +82,9 @@ impl FlashCache {
             trusts_home: options.trusts_home,
             is_alone: AtomicBool::new(false),
             has_lost_flush: AtomicBool::new(false),
+            unrecorded: AtomicU64::new(0),
+            unrecorded_covered: AtomicU64::new(0),
+            unrecorded_at: AtomicU32::new(0),
             beginning: async_lock::Mutex::new(()),
             writing_back: async_lock::Mutex::new(()),
             wants_flush: AtomicBool::new(false),
@@ -468,8 +471,9 @@ impl Home {
         if policy == FlashPolicy::WriteThrough {
             self.cache.add_features(Superblock::REGIONS).await?;
         }
-        if policy == FlashPolicy::WriteBack && !is_read_only {
-            // What went past the cache: a flush of write-back is one of flash alone.
+        if matches!(policy, FlashPolicy::WriteBack | FlashPolicy::WriteThrough) && !is_read_only {
+            // What went past the cache: a flush of write-back is one of flash alone, and no region counts as written of what
+            // was read since.
             self.disk.flush().await?; // commit point
         }
         self.has_begun.store(false, Ordering::Release);

@@ -12,7 +12,9 @@
 //!    what the region says.
 //! 4. What is cached of a block, and the write has not, is kept: in place, or carried over to the new slot. A write of part
 //!    of a sector drops the block: it would have to read home first.
-//! 5. The epoch is that of the transfer to flash, and room in the record is promised when home has answered. So a home that
+//! 5. What is changed in a region that need not count as written (zeros where nothing is cached, writes past the cache) keeps
+//!    what is read from being cached until a flush of home has covered it.
+//! 6. The epoch is that of the transfer to flash, and room in the record is promised when home has answered. So a home that
 //!    does not answer holds up nobody else.
 
 use std::ops::Range;
@@ -230,6 +232,7 @@ impl Home {
                 if self.drop_blocks(first, number) {
                     entered.start();
                     let changed = change().await;
+                    self.note_unrecorded();
                     drop(joined);
                     entered.end();
                     return changed;
@@ -291,6 +294,7 @@ impl Home {
                 let under_way = self.cache.stop.under_way("a write past the cache");
                 let changed = change().await;
                 under_way.end();
+                self.note_unrecorded();
                 drop(joined);
                 return changed;
             }
@@ -300,19 +304,36 @@ impl Home {
         }
     }
 
+    /// Home was changed in regions that may not count as written. Before the claim ends: nothing of them that is read from
+    /// now on is cached before a flush.
+    fn note_unrecorded(&self) {
+        self.unrecorded_at.store(self.cache.state().now, Ordering::Relaxed);
+        self.unrecorded.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Whether a flush of home has covered all changes in regions that need not count as written.
+    pub(crate) fn is_all_recorded(&self) -> bool {
+        self.unrecorded_covered.load(Ordering::Acquire) == self.unrecorded.load(Ordering::Acquire)
+    }
+
     /// Regions that nobody has entered since this time count as written no more.
     pub(crate) async fn settle_through(&self, until: u32) -> Result<usize> {
         if self.has_lost_flush.load(Ordering::Acquire) {
             return Ok(0);
+        }
+        if !self.is_all_recorded() && self.unrecorded_at.load(Ordering::Relaxed) <= until {
+            self.flush_through().await?;
         }
         self.cache.settle_regions(self.row, until, async || self.flush_through().await).await
     }
 
     /// Flushes home. After a failure nobody knows what home has, so no region is settled in this opening.
     pub(super) async fn flush_through(&self) -> Result<()> {
+        let covers = self.unrecorded.load(Ordering::Acquire);
         let flushed = self.disk.flush().await;
-        if flushed.is_err() {
-            self.has_lost_flush.store(true, Ordering::Release);
+        match &flushed {
+            Ok(()) => drop(self.unrecorded_covered.fetch_max(covers, Ordering::AcqRel)),
+            Err(_) => self.has_lost_flush.store(true, Ordering::Release),
         }
         flushed
     }

@@ -180,6 +180,47 @@ fn an_image_that_is_written_through_is_complete_and_its_cache_warm() {
     }
 }
 
+/// Once its region is recorded, a write that goes through costs flash one slot, and a flush nothing.
+#[test]
+fn writes_that_go_through_cost_flash_no_records_and_no_flushes() {
+    let dir = Dir::new("flash-through-costs");
+    let cache = made_cache(&dir, "64M");
+    let (image, mut model) = KINDS[4].make(&dir, SIZE);
+    let place = Dir::short();
+    let control = place.text("control");
+    let server =
+        Server::start(&[&image, "--flash", &cache, "--flash-policy", "writethrough", "--control", &control]);
+    let mut client = Client::connect(&server.peer(), "").expect("it is served");
+    client.write(0, &[1; 4096], 0).expect("it is written");
+    model[..4096].fill(1);
+    let counts = || {
+        let stats = vellum(&["stats", "--control", &control, "--output", "json"]).json();
+        let own = &stats["disks"][0]["flash"]["disk"];
+        let of = |value: &Value| value.as_u64().unwrap_or_else(|| panic!("{stats}"));
+        (
+            of(&stats["flash"]["records"]),
+            of(&stats["flash"]["flushes"]),
+            of(&own["write-bytes"]),
+            of(&own["passed"]),
+        )
+    };
+    let before = counts();
+    for number in 0..40u64 {
+        let at = (number * 37 % 500 + 2) * 4096;
+        client.write(at, &noise(4096, number), 0).expect("it is written");
+        client.flush().expect("a flush");
+        let at = usize::try_from(at).expect("small");
+        model[at..at + 4096].copy_from_slice(&noise(4096, number));
+    }
+    let after = counts();
+    assert_eq!((after.0 - before.0, after.1 - before.1), (0, 0), "records, flushes");
+    assert_eq!((after.2 - before.2, after.3), (40 * 4096, 0), "bytes of slots, blocks without one");
+    same(&client.read_all().expect("it is read"), &model, "all of it");
+    client.disconnect();
+    server.stop();
+    same(&alone(&dir, &image), &model, "alone");
+}
+
 #[test]
 fn a_served_disk_is_drained_while_it_goes_on() {
     let dir = Dir::new("flash-drained");

@@ -48,6 +48,11 @@ impl FlashCache {
         self.stop.check()?;
         let is_read_only = options.home.geometry().read_only;
         may_have(options.policy, &options, is_read_only)?;
+        let is_through = options.policy == FlashPolicy::WriteThrough && !is_read_only;
+        if is_through {
+            // What an opening before has left in the host's memory: no region says that home may lose it.
+            options.home.flush().await?; // commit point
+        }
         let named = match &options.sessions {
             Some(sessions) => {
                 let session = sessions.session().await;
@@ -64,7 +69,6 @@ impl FlashCache {
         }
         let one_at_a_time = lock(&self.opening);
         let Chosen { row, is_copy } = self.choose_row(&options, named.as_ref(), is_read_only)?;
-        let is_through = options.policy == FlashPolicy::WriteThrough && !is_read_only;
         if is_through && self.state().is_dirty(row.number) {
             return Err(Error::invalid(
                 "the flash cache holds writes of the disk, so it has to be drained first",

@@ -169,6 +169,8 @@ fn an_image_that_is_written_through_is_complete_and_its_cache_warm() {
         let server = start();
         let mut client = Client::connect(&server.peer(), "").expect("it is served");
         same(&client.read_all().expect("it is read"), &model, &format!("{kind:?}, after a kill"));
+        client.write(3 << 20, &bytes, 0).expect("it is written");
+        model[3 << 20..4 << 20].copy_from_slice(&bytes);
         client.disconnect();
         hits(server);
         let server = start();

@@ -123,6 +123,8 @@ pub struct Cloned {
     pub refusal: Option<Error>,
     /// What became of the list of the template's zeros.
     pub zeros: ListUse,
+    /// Whether the template, or an image below it, is encrypted. The clones are not.
+    pub stands_on_encrypted: bool,
 }
 
 impl Cloned {
@@ -171,6 +173,7 @@ pub async fn clone_template(
         stop.or_stopped(open_source(how, is_native)).await?;
     let size = BlockSize::SECTOR.round_up(how.size.unwrap_or(disk_bytes));
     let pin = chain.as_ref().map(Chain::pin_of_all).transpose()?.flatten();
+    let stands_on_encrypted = chain.as_ref().is_some_and(Chain::is_any_encrypted);
     let template = Template { how, path, format, snapshot, disk_bytes, size, zeros, pin };
     let made = RefCell::new(Vec::new());
     let mut failed = None;
@@ -214,6 +217,7 @@ pub async fn clone_template(
         failed: failed.or(ended.err()),
         refusal,
         zeros: list,
+        stands_on_encrypted,
     })
 }
 
@@ -400,6 +404,7 @@ impl Template<'_> {
             remote_timeout: self.how.remote_timeout,
             trust_base: self.how.trust_base,
             secrets: self.how.secrets.clone(),
+            stands_on_encrypted: Arc::default(),
         })
     }
 

@@ -13,7 +13,8 @@ use vellum_format::session::{Session, may_use};
 
 use crate::clones_of::{refuse_while_cloned, with_clones};
 use crate::host::canonical_path;
-use crate::image::{ImageOptions, open_file, open_file_replayed, open_image};
+use crate::image::{ImageOptions, open_file, open_file_replayed};
+use crate::inspect::len_below;
 
 /// What a check came to.
 pub struct Checked {
@@ -107,7 +108,13 @@ pub async fn resize(
     options: &ResizeOptions,
     wanted: impl FnOnce(u64) -> Result<u64>,
 ) -> Result<(u64, u64)> {
-    let below = len_below(path, options).await?;
+    let reading = ImageOptions {
+        format: options.format,
+        allow_dirs: options.allow_dirs.clone(),
+        remote_timeout: options.remote_timeout,
+        ..ImageOptions::reading()
+    };
+    let below = len_below(path, &reading).await?;
     let image = ImageOptions { format: options.format, ..ImageOptions::default() };
     let (storage, kind) = open_file(path, &image).await?;
     let format = kind.format();
@@ -128,26 +135,6 @@ pub async fn resize(
     }
     format.resize(&storage, size, options.may_shrink).await?;
     Ok((before, size))
-}
-
-/// How long the disk below an image is, in bytes, where all of it shows.
-async fn len_below(path: &Path, options: &ResizeOptions) -> Result<Option<u64>> {
-    let options = ImageOptions {
-        format: options.format,
-        allow_dirs: options.allow_dirs.clone(),
-        remote_timeout: options.remote_timeout,
-        ..ImageOptions::reading()
-    };
-    let (storage, kind) = open_file(path, &options).await?;
-    let head = kind.format().read(&*storage).await?;
-    if !head.shows_all_below() || head.backing().is_none() {
-        return Ok(None);
-    }
-    drop(storage);
-    let chain = open_image(path, &options).await?;
-    let below = chain.members().nth(1).map(|member| member.opened.disk.geometry().size);
-    chain.close().await?;
-    Ok(below)
 }
 
 /// Adds a journal to an image, of this size if one is given; or removes it.

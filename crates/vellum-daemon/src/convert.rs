@@ -63,6 +63,8 @@ pub struct Conversion {
 /// How far a conversion is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
+    /// The target is open, and is not encrypted.
+    IsPlain,
     /// The target is open, and this many bytes are to be copied.
     Begins(u64),
     /// This many have been copied.
@@ -177,6 +179,7 @@ impl Copying<'_> {
             remote_timeout: None,
             trust_base: false,
             secrets: Arc::default(),
+            stands_on_encrypted: Arc::default(),
         };
         match self.how.format {
             FormatKind::Raw => create_raw(self.path(), size, self.how.qcow2.preallocation).await,
@@ -206,6 +209,9 @@ impl Copying<'_> {
                 ErrorKind::NoSpace,
                 format!("{} has {room} bytes, but the source has {size}", how.target.display()),
             ));
+        }
+        if !target.top().head.is_encrypted() {
+            (self.progress)(Step::IsPlain);
         }
         (self.progress)(Step::Begins(size));
         let is_fresh = !how.fills_existing && !target.top().storage.limits().fixed_len;

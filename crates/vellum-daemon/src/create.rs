@@ -3,6 +3,7 @@
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use vellum_core::pin::Pin;
@@ -41,6 +42,8 @@ pub struct CreateTarget {
     pub trust_base: bool,
     /// What opens the backing image, and those below it, where they are encrypted.
     pub secrets: Arc<Secrets>,
+    /// Becomes true when the backing image, or one below it, is opened and is encrypted.
+    pub stands_on_encrypted: Arc<AtomicBool>,
 }
 
 impl CreateTarget {
@@ -113,6 +116,7 @@ impl CreateTarget {
             format!("can't use the backing image {name} (`-u` creates the image without opening it)")
         })?;
         refuse_moved(&chain)?;
+        self.stands_on_encrypted.fetch_or(chain.is_any_encrypted(), Ordering::Relaxed);
         Ok(Some(chain))
     }
 

@@ -11,7 +11,7 @@ use vellum_format::foreign::Foreign;
 use vellum_format::image::{Fact, Head, Snapshot};
 use vellum_format::probe::Guess;
 use vellum_io::unblock_at;
-use vellum_layer::chain::{Backing, Step, WayDown};
+use vellum_layer::chain::{Backing, Step, WayDown, being_written};
 
 use crate::host::{Host, is_nbd};
 use crate::image::{ImageOptions, Look, look_at};
@@ -61,6 +61,29 @@ pub async fn inspect(path: &Path, options: &ImageOptions, with_chain: bool) -> R
         images.push(facts);
     }
     Ok(images)
+}
+
+/// How long the disk below an image is, in bytes, where all of it shows. It is in the headers of the two, so no secret is
+/// needed where one of them is encrypted.
+pub(crate) async fn len_below(path: &Path, options: &ImageOptions) -> Result<Option<u64>> {
+    let (host, gate) = (options.host().await?, Host::gate(&options.allow_dirs, &[])?);
+    let (mut way, top) = WayDown::begin(&host, &gate, path, options.format).await?;
+    let (facts, look) = ImageFacts::of(&host, &top).await.map_err(|error| top.describe(error))?;
+    let shows = |head: &&dyn Head| head.shows_all_below() && head.backing().is_some();
+    let Some(head) = facts.head.as_deref().filter(shows) else { return Ok(None) };
+    let Some(below) = way.next_below(&top, look.referrer(&top)?, head).await? else { return Ok(None) };
+    let found = async {
+        let (facts, look) = ImageFacts::of(&host, &below).await?;
+        look.referrer(&below)?;
+        // A snapshot has the length that it had when it was made.
+        if below.snapshot.is_some() {
+            return Ok(facts.virtual_size);
+        }
+        let Guess::Known(kind) = look.format else { return Ok(None) };
+        let storage = look.replayed(&host, &below).await?.ok_or_else(|| being_written(&below.path))?;
+        Ok(Some(kind.format().read(&*storage).await?.size()))
+    };
+    found.await.map_err(|error| below.describe(error))
 }
 
 /// How much of it is data, as far as the storage knows.

@@ -33,6 +33,9 @@ pub struct MapRow {
     /// The file that has it: its name as it was requested, or as it is in the image above.
     #[serde(skip)]
     pub file: Option<String>,
+    /// The same, where the image has its data in several files, so that the offset alone does not say which.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub filename: Option<String>,
 }
 
 /// Maps the disk of an image from `start` on, `len_max` bytes at most, or its snapshot that the options name.
@@ -85,12 +88,15 @@ fn row(chain: &Chain, extent: MergedExtent) -> MapRow {
         compressed: false,
         offset: None,
         file: None,
+        filename: None,
     };
     match extent.place {
         // As in qemu-img: a program that reads the file there finds other bytes.
         Place::Data { .. } if chain.member(extent.depth).head.is_encrypted() => plain,
         Place::Data { storage, at } => {
-            MapRow { offset: Some(at.bytes()), file: Some(name(chain, extent.depth, &storage)), ..plain }
+            let file = Some(name(chain, extent.depth, &storage));
+            let filename = file.clone().filter(|_| !chain.member(extent.depth).parts.is_empty());
+            MapRow { offset: Some(at.bytes()), file, filename, ..plain }
         }
         Place::Compressed => MapRow { compressed: true, ..plain },
         // What no image of the chain has is not present; zeros that an image recorded are.

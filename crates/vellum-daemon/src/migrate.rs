@@ -96,6 +96,7 @@ async fn make(target: &NewTarget, path: &Path, size: u64) -> Result<MoveNumber> 
         remote_timeout: None,
         trust_base: false,
         secrets: Default::default(),
+        stands_on_encrypted: Default::default(),
     };
     match target.format {
         FormatKind::Qcow2 => drop(create_qcow2(&create, target.qcow2.clone()).await?),

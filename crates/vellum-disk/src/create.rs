@@ -110,6 +110,7 @@ impl NewImage {
             remote_timeout: None,
             trust_base: false,
             secrets: Default::default(),
+            stands_on_encrypted: Default::default(),
         };
         match self.format {
             FormatKind::Native => create_native(&target, self.native.clone()).await.map(drop),

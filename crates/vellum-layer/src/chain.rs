@@ -384,6 +384,11 @@ impl Chain {
         self.members().nth(depth).expect("the chain is as long")
     }
 
+    /// Whether the guest's data is encrypted in one of the images.
+    pub fn is_any_encrypted(&self) -> bool {
+        self.members().any(|member| member.head.is_encrypted())
+    }
+
     /// What stands between the top image and those below, if that was wanted and there are any.
     pub fn tap(&self) -> Option<&Arc<Tap>> {
         self.tap.as_ref()

@@ -102,6 +102,13 @@ pub(crate) fn run(args: &Args) -> Outcome {
             refusal.chain()
         ));
     }
+    if cloned.stands_on_encrypted && !cloned.made.is_empty() && !args.quiet {
+        complain(&format!(
+            "vellum clone: warning: {} is encrypted, and a clone is not: what is written to it, or copied into it, can be read \
+             without a secret (`vellum create -b` with `-o encrypt.format=luks` makes an encrypted one)",
+            cloned.template_name()
+        ));
+    }
     report(args, &cloned);
     match cloned.failed {
         None => Ok(ExitCode::SUCCESS),

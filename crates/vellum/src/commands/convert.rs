@@ -1,6 +1,6 @@
 //! `vellum convert`: copy a disk into a new image of any format.
 
-use std::cell::OnceCell;
+use std::cell::{Cell, OnceCell};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -12,7 +12,7 @@ use vellum_daemon::{FormatKind, ImageOptions, IoMode, open_image, run as run_wor
 
 use super::{Failure, Outcome, or_share, with_code};
 use crate::args::{AllowArgs, NewImage, OutputFormat, parse_format, parse_size};
-use crate::output::{say_json, say_json_line};
+use crate::output::{complain, say_json, say_json_line};
 use crate::progress::{Progress, Wish};
 use crate::secrets::SecretArgs;
 
@@ -169,17 +169,28 @@ async fn convert(args: &Args) -> Result<u64, Failure> {
         sparse_bytes: args.sparse_size,
         out_of_order: args.out_of_order,
     };
+    let (is_encrypted, is_plain) = (source.is_any_encrypted(), Cell::new(false));
     let bar = OnceCell::new();
     let progress = |step| match step {
+        Step::IsPlain => is_plain.set(true),
         Step::Begins(bytes) => drop(bar.set(Progress::new(bytes, args.wish()))),
         Step::Copied(bytes) => bar.get().into_iter().for_each(|bar| bar.set(bytes)),
         Step::Ends => bar.get().into_iter().for_each(Progress::end),
     };
     let converted = convert::convert(source, &conversion, &mut stop, &progress).await;
-    converted.map(|()| size).map_err(|error| match error.kind() {
+    converted.map_err(|error| match error.kind() {
         ErrorKind::Closed => interrupted(error),
         _ => error.into(),
-    })
+    })?;
+    if is_encrypted && is_plain.get() && !args.quiet {
+        complain(&format!(
+            "vellum convert: warning: {} is encrypted and {} is not: its data can be read there without a secret (`-O qcow2 \
+             -o encrypt.format=luks` encrypts a new image)",
+            args.source.display(),
+            args.target.display()
+        ));
+    }
+    Ok(size)
 }
 
 fn interrupted(error: Error) -> Failure {

@@ -3,6 +3,8 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use serde::Serialize;
 use vellum_core::{BlockSize, Error, Result};
@@ -160,12 +162,21 @@ pub(crate) fn run(args: Args) -> Outcome {
         remote_timeout: args.allow.remote_timeout,
         trust_base: args.trust_base,
         secrets: args.secrets.read()?,
+        stands_on_encrypted: Arc::default(),
     };
     let mut made = run_worker(IoMode::Auto, async || make(format, &target, &new).await)??;
     new.qcow2 = made.qcow2.take().unwrap_or(new.qcow2);
     let options = new.qcow2.clone();
     if let Some(NativeImage { zeros: ListUse::Refused(error), .. }) = &made.native {
         complain(&format!("vellum create: {}", error.chain()));
+    }
+    let is_encrypted = format == FormatKind::Qcow2 && new.encryption_text().is_some();
+    if target.stands_on_encrypted.load(Ordering::Relaxed) && !is_encrypted && !args.quiet {
+        complain(&format!(
+            "vellum create: warning: its backing image is encrypted and {} is not: what is written to it, or copied into it, \
+             can be read without a secret (`-f qcow2 -o encrypt.format=luks` encrypts it)",
+            target.path.display()
+        ));
     }
     let data_file = options.data_file.as_deref().filter(|_| format == FormatKind::Qcow2);
     if let Some(refusal) = target.refusal(format, data_file) {

@@ -105,9 +105,66 @@ fn keys_are_changed() {
     vellum(&["key", "remove", &option, &old, "--old-secret", "old", &image]).answer();
     refused(1, &["no secret that was given opens"], &["convert", &option, &old, &image, &raw]);
     refused(1, &["last key"], &["key", "remove", "--slot", "1", &image]);
+    let all = ["key", "remove", &option, &new, "--old-secret", "new", &image];
+    refused(1, &["every key slot"], &all);
     refused(1, &["say which key"], &["key", "remove", &image]);
     vellum(&["convert", &option, &new, &image, &raw]).answer();
     vellum(&["check", &image]).answer();
+}
+
+/// What is below is only measured, which needs no secret.
+#[test]
+fn an_image_over_an_encrypted_one_is_resized_without_a_secret() {
+    let dir = Dir::new("encrypted-resized");
+    let [option, spec] = secret(&dir, "a", "b");
+    let on = "encrypt.format=luks,encrypt.key-secret=a,encrypt.iter-time=10";
+    let (base, long, top) = (dir.text("base.qcow2"), dir.text("long.qcow2"), dir.text("top.qcow2"));
+    vellum(&["create", "-q", "-f", "qcow2", &option, &spec, "-o", on, &base, "3M"]).answer();
+    vellum(&["create", "-q", "-f", "qcow2", &option, &spec, "-o", on, &long, "9M"]).answer();
+    for (below, options) in [("base.qcow2", &["-o", on][..]), ("base.qcow2", &[]), ("long.qcow2", &[])] {
+        let create = ["create", "-q", "-f", "qcow2", &option, &spec, "-b", below, "-F", "qcow2"];
+        vellum(&[&create[..], options, &[&top, "3M"]].concat()).answer();
+        if below == "long.qcow2" {
+            refused(1, &["larger than the disk"], &["resize", &top, "+1M"]);
+            continue;
+        }
+        vellum(&["resize", "-q", &top, "+1M"]).answer();
+        assert_eq!(vellum(&["info", "--output", "json", &top]).json()["virtual-size"], 4 << 20);
+    }
+}
+
+#[test]
+fn what_is_less_protected_than_before_is_said() {
+    let dir = Dir::new("encrypted-copies");
+    let [option, spec] = secret(&dir, "a", "b");
+    let on = "encrypt.format=luks,encrypt.key-secret=a,encrypt.iter-time=10";
+    let (base, raw) = (dir.text("base.qcow2"), dir.text("copy.raw"));
+    vellum(&["create", "-q", "-f", "qcow2", &option, &spec, "-o", on, &base, "1M"]).answer();
+    let warns = |arguments: &[&str], warns: bool| {
+        let ran = vellum(&[&arguments[..1], &[&option, &spec], &arguments[1..]].concat());
+        assert_eq!(
+            (ran.code, ran.err.lines().count()),
+            (0, usize::from(warns)),
+            "{arguments:?}: {}",
+            ran.err
+        );
+        assert!(ran.err.contains("without a secret") == warns, "{}", ran.err);
+    };
+    let [copy, clone, top] = ["copy.qcow2", "clone.qcow2", "top.qcow2"].map(|name| dir.text(name));
+    warns(&["convert", &base, &raw], true);
+    warns(&["convert", "-q", &base, &raw], false);
+    warns(&["convert", "-n", &base, &raw], true);
+    warns(&["convert", "-O", "qcow2", "-o", on, &base, &copy], false);
+    warns(&["convert", "-n", "-O", "qcow2", &base, &copy], false);
+    warns(&["convert", &raw, &copy], false);
+    warns(&["clone", &base, &clone], true);
+    warns(&["convert", &clone, &raw], true);
+    for (format, name) in [("qcow2", "top.qcow2"), ("vellum", "top.vlm")] {
+        let top = dir.text(name);
+        warns(&["create", "-f", format, "-b", "base.qcow2", "-F", "qcow2", &top], true);
+        warns(&["create", "-q", "-f", format, "-b", "base.qcow2", "-F", "qcow2", &top], false);
+    }
+    warns(&["create", "-f", "qcow2", "-o", on, "-b", "base.qcow2", "-F", "qcow2", &top], false);
 }
 
 #[test]

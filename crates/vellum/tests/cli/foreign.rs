@@ -133,6 +133,32 @@ fn an_image_of_another_program_is_served_read_only_and_is_below_others() {
     }
 }
 
+/// Where an image has several files, an offset alone does not say where its data is.
+#[test]
+fn a_map_names_the_files_of_an_image_that_has_several() {
+    let dir = Dir::new("foreign-parts");
+    std::fs::write(dir.text("a.raw"), patchy(MIB, 1)).expect("a file");
+    std::fs::write(dir.text("b.raw"), patchy(MIB, 2)).expect("a file");
+    let image = dir.text("parts.vmdk");
+    let extents = "RW 1024 FLAT \"a.raw\" 0\nRW 1024 FLAT \"b.raw\" 0\nRW 1024 FLAT \"a.raw\" 1024\n";
+    std::fs::write(&image, format!("# Disk DescriptorFile\nCID=1\nparentCID=ffffffff\n{extents}"))
+        .expect("a descriptor");
+    let map = vellum(&["map", "--output", "json", &image]).json();
+    let data = map.as_array().expect("rows").iter().filter(|row| row["data"] == true);
+    for row in data.clone() {
+        let number = |key: &str| row[key].as_u64().expect("a number");
+        let (start, half) = (number("start"), MIB as u64 / 2);
+        let (wanted, place) = [("a.raw", start), ("b.raw", start % half), ("a.raw", start % half + half)]
+            [usize::try_from(start / half).expect("small")];
+        assert!(row["filename"].as_str().expect("a name").ends_with(wanted), "{row}");
+        assert_eq!(number("offset"), place, "{row}");
+    }
+    assert!(data.count() >= 3);
+    let map = vellum(&["map", "--output", "json", "-f", "raw", &dir.text("a.raw")]).json();
+    assert!(map[0]["filename"].is_null(), "one file needs no name: {map}");
+    refused(1, &["its data in 2 other files", "vellum convert"], &["check", &image]);
+}
+
 /// Images that stand on others: what the image above says of the one below is found and checked.
 #[test]
 fn the_image_below_an_image_of_another_program_is_read() {

@@ -166,6 +166,7 @@ async fn make(engine: Engine, path: &Path, size: u64) -> Result<()> {
         remote_timeout: None,
         trust_base: false,
         secrets: Default::default(),
+        stands_on_encrypted: Default::default(),
     };
     match engine {
         Engine::Zoned => {

@@ -13,6 +13,7 @@ use super::in_use;
 use crate::args::{AllowArgs, OutputFormat, parse_format};
 use crate::commands::Outcome;
 use crate::output::{human_bytes, say, say_json};
+use crate::secrets::SecretArgs;
 
 /// Write home to the images what only a flash cache has
 ///
@@ -63,19 +64,23 @@ struct HowArgs {
     format: Option<FormatKind>,
     #[command(flatten)]
     allow: AllowArgs,
+    #[command(flatten)]
+    secrets: SecretArgs,
     /// Output format
     #[arg(long, value_enum, default_value_t)]
     output: OutputFormat,
 }
 
 impl HowArgs {
-    fn options(&self) -> ImageOptions {
-        ImageOptions {
+    fn options(&self) -> Result<ImageOptions> {
+        Ok(ImageOptions {
             format: self.format,
             allow_dirs: self.allow.places(),
             remote_timeout: self.allow.remote_timeout,
+            // Images that are encrypted are not cached, but they may be below one that is.
+            secrets: self.secrets.read()?,
             ..ImageOptions::default()
-        }
+        })
     }
 }
 
@@ -101,8 +106,8 @@ pub(super) fn recover(args: &RecoverArgs) -> Outcome {
 }
 
 fn finish(cache: &Path, images: &[PathBuf], how: &HowArgs) -> Outcome {
-    let done: Result<Completed> =
-        run_worker(IoMode::Auto, async || complete(cache, images, &how.options()).await)?;
+    let options = how.options()?;
+    let done: Result<Completed> = run_worker(IoMode::Auto, async || complete(cache, images, &options).await)?;
     let done = done.map_err(in_use)?;
     match how.output {
         OutputFormat::Json => say_json(&said(cache, &done)),

@@ -206,6 +206,7 @@ fn make_clone(path: &Path, has_journal: bool) -> Result<()> {
         remote_timeout: None,
         trust_base: false,
         secrets: Default::default(),
+        stands_on_encrypted: Default::default(),
     };
     run_worker(IoMode::Auto, async || {
         let options = if has_journal { Qcow2Options::default() } else { Qcow2Options::without_journal() };

@@ -107,6 +107,7 @@ async fn fetch(args: &Args) -> Result<Pulled, Failure> {
     let bar = OnceCell::new();
     let wish = Wish { is_wanted: args.progress, quiet: args.quiet, output: args.output };
     let progress = |step| match step {
+        Step::IsPlain => {}
         Step::Begins(size) => drop(bar.set(Progress::new(size, wish))),
         Step::Copied(bytes) => bar.get().into_iter().for_each(|bar: &Progress| bar.set(bytes)),
         Step::Ends => bar.get().into_iter().for_each(Progress::end),

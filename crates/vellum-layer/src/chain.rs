@@ -54,6 +54,7 @@ use vellum_format::{FormatKind, Prealloc, needs_replay, probe, replayed_in_memor
 use crate::gate::{Gate, Trust};
 use crate::hydrate::{BaseFiles, Tap, TapOptions};
 use below::{Below, Stand};
+use flash::TablesState;
 pub use flash::{FlashChoice, Flashed, FlashedTables};
 use forks::Fork;
 pub(crate) use pins::said;
@@ -294,9 +295,16 @@ impl Chain {
     }
 
     async fn open_at(way: &mut WayDown<'_>, step: Step, options: &ChainOptions) -> Result<Self> {
+        // Noted before it is opened, of the path that is opened.
+        let flash_id = match &options.flash {
+            Some(_) => way.opener().identities(vec![step.canonical.clone()]).await,
+            None => None,
+        };
+        let flash_id = flash_id.and_then(|found| found.first().copied());
         let (mut image, next) = find_one(way, &step, options).await?;
         let options = &options.with_wish(image.head.wish());
         let was_left_open = image.head.was_left_open();
+        let was_pinned = image.head.pin().is_some();
         let top_need = mapping_need(&*image.head, &image.storage, options.read_only);
         let below = match (next, &options.templates) {
             (None, _) => None,
@@ -308,18 +316,11 @@ impl Chain {
             image.hold_against_pin(below, options).await.map_err(|error| step.describe(error))?;
         }
         let top_tally = HostTally::default();
-        let flash_id = match &options.flash {
-            Some(_) => way.opener().identities(vec![step.canonical.clone()]).await,
-            None => None,
+        let state = match image.head.pin().is_some() == was_pinned {
+            true => TablesState::found(options.is_written()),
+            false => TablesState::Reopened,
         };
-        let flash_id = flash_id.and_then(|found| found.first().copied());
-        let tables = flash::over_tables(
-            options,
-            &*image.head,
-            &image.storage,
-            flash_id.as_ref(),
-            options.is_written(),
-        );
+        let tables = flash::over_tables(options, &*image.head, &image.storage, flash_id.as_ref(), state);
         let tables = tables.await.map_err(|error| step.describe(error))?;
         let how = How {
             tables: tables.as_ref(),

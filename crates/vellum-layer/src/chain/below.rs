@@ -21,7 +21,7 @@ use vellum_core::{Disk as _, HostTally, Result, SharedDisk, lock};
 use vellum_format::FormatKind;
 use vellum_format::image::Opened;
 
-use super::flash::{over_below, over_tables};
+use super::flash::{TablesState, over_below, over_tables};
 use super::forks::{Base, Parent, Wanted};
 use super::pins::{FoundBelow, check_content_id};
 use super::share::{Shares, shares};
@@ -97,9 +97,15 @@ impl Below {
             // The file of a snapshot is written meanwhile.
             let tables = match snapshots[index].is_some() {
                 true => None,
-                false => over_tables(options, &*image.head, &image.storage, places[index].as_ref(), false)
-                    .await
-                    .map_err(|error| describe(error, &image.path, depth))?,
+                false => over_tables(
+                    options,
+                    &*image.head,
+                    &image.storage,
+                    places[index].as_ref(),
+                    TablesState::OnlyRead,
+                )
+                .await
+                .map_err(|error| describe(error, &image.path, depth))?,
             };
             let how = How {
                 tables: tables.as_ref(),

@@ -21,7 +21,7 @@ use vellum_core::{Context, Error, ErrorKind, Result};
 use crate::hydrate::is_whole;
 
 use super::below::Stand;
-use super::flash::over_tables;
+use super::flash::{TablesState, over_tables};
 use super::pins::FoundBelow;
 use super::taps::over;
 use super::{Chain, How, files_of, mapping_need, open_disk, top_share};
@@ -284,8 +284,8 @@ impl Chain {
         let top = &mut self.top;
         // It may be larger than it was.
         self.top_need = mapping_need(&*head, &top.storage, self.options.read_only);
-        let is_written = self.options.is_written();
-        let tables = over_tables(&self.options, &*head, &top.storage, self.flash_id.as_ref(), is_written);
+        let tables =
+            over_tables(&self.options, &*head, &top.storage, self.flash_id.as_ref(), TablesState::Reopened);
         let tables = tables.await.context(context)?;
         let how = How {
             tables: tables.as_ref(),

@@ -24,7 +24,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use vellum_core::pin::ProofKind;
+use vellum_core::pin::{Proof, ProofKind};
 use vellum_core::{Context, Error, ErrorKind, Result, SharedDisk, SharedStorage, Storage};
 use vellum_flash::{
     DiskOptions, FlashCache, FlashCounts, FlashDisk, FlashMetadata, FlashPolicy, MetadataCounts,
@@ -271,7 +271,7 @@ impl FlashedTables {
     /// program has given it up.
     pub(super) async fn close(&self, storage: &dyn Storage, is_done: bool) -> Result<()> {
         let name = async || match is_done {
-            true => id_of_tables(self.kind, storage, self.place.as_ref(), true).await.ok().flatten(),
+            true => id_of_left_tables(self.kind, storage, self.place.as_ref()).await.ok().flatten(),
             false => None,
         };
         self.metadata.close(name).await
@@ -279,32 +279,86 @@ impl FlashedTables {
 }
 
 /// A file system whose times are multiples of this may give two changes the same time although they are seconds apart.
-const COARSE_NANOSECONDS: i128 = 1_000_000;
+const COARSE_NANOSECONDS: u64 = 1_000_000;
 
-/// The row of an image's tables: what proves its content now, where it is, and when it was changed last.
-async fn id_of_tables(
+/// What an image's tables are known by, as it was found: before it was opened, because opening a file for writing looks whether
+/// space of it can be given back, which changes its times. Whatever has changed it between the two has changed its proof.
+fn id_of_found_tables(
     kind: FormatKind,
     storage: &dyn Storage,
     place: Option<&Identity>,
     is_written: bool,
-) -> Result<Option<[u8; 16]>> {
-    let Some(proof) = storage.proof_now().await? else { return Ok(None) };
-    let changed_at = storage.changed_at().await?;
-    if changed_at.is_some_and(|at| at % COARSE_NANOSECONDS == 0) {
-        return Ok(None);
-    }
-    let (place, changed_at) = match (place, changed_at) {
-        (Some([device, node, inode, _]), Some(changed_at)) => {
-            ([device, node, inode].into_iter().flat_map(|part| part.to_be_bytes()).collect(), changed_at)
+) -> Option<[u8; 16]> {
+    let proof = storage.proof()?;
+    let is_file = proof.kind() == ProofKind::File;
+    match place {
+        Some([device, node, inode, changed_at]) if is_file => {
+            id_of_tables(kind, &proof, storage.len(), &[*device, *node, *inode], *changed_at)
         }
         // What tells of no later change tells nothing of what is written.
-        _ if is_written || proof.kind() == ProofKind::File => return Ok(None),
-        _ => (storage.name().as_bytes().to_vec(), 0),
+        _ if is_written || is_file => None,
+        _ => {
+            let (name, len) = (storage.name().as_bytes(), storage.len().to_be_bytes());
+            let kind = kind.to_string();
+            let parts =
+                [kind.as_bytes(), proof.kind().name().as_bytes(), proof.value().as_bytes(), &len, name];
+            Some(hashed("vellum flash cache: tables of a content at its address", &parts))
+        }
+    }
+}
+
+/// What a file's tables will be known by, as it is now that it is closed.
+async fn id_of_left_tables(
+    kind: FormatKind,
+    storage: &dyn Storage,
+    place: Option<&Identity>,
+) -> Result<Option<[u8; 16]>> {
+    let (Some(proof), Some(changed_at), Some([device, node, inode, _])) =
+        (storage.proof_now().await?, storage.changed_at().await?, place)
+    else {
+        return Ok(None);
     };
-    let (kind, len, changed_at) = (kind.to_string(), storage.len().to_be_bytes(), changed_at.to_be_bytes());
-    let proof = [proof.kind().name().as_bytes(), proof.value().as_bytes()];
-    let parts = [kind.as_bytes(), proof[0], proof[1], &len, &changed_at, &place];
-    Ok(Some(hashed("vellum flash cache: tables of a content in its place", &parts)))
+    let Ok(changed_at) = i64::try_from(changed_at) else { return Ok(None) };
+    Ok(id_of_tables(kind, &proof, storage.len(), &[*device, *node, *inode], changed_at.cast_unsigned()))
+}
+
+/// The row of a file's tables: what proves its content, where it is, and when anything of it was changed last.
+fn id_of_tables(
+    kind: FormatKind,
+    proof: &Proof,
+    len: u64,
+    place: &[u64; 3],
+    changed_at: u64,
+) -> Option<[u8; 16]> {
+    if changed_at.is_multiple_of(COARSE_NANOSECONDS) {
+        return None;
+    }
+    let (kind, len, changed_at) = (kind.to_string(), len.to_be_bytes(), changed_at.to_be_bytes());
+    let place = place.map(u64::to_be_bytes).concat();
+    let parts = [
+        kind.as_bytes(),
+        proof.kind().name().as_bytes(),
+        proof.value().as_bytes(),
+        &len,
+        &changed_at,
+        &place,
+    ];
+    Some(hashed("vellum flash cache: tables of a content in its place", &parts))
+}
+
+/// How an image is about to be opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum TablesState {
+    OnlyRead,
+    Written,
+    /// It was opened before, and has been changed since.
+    Reopened,
+}
+
+impl TablesState {
+    pub(super) fn found(is_written: bool) -> Self {
+        if is_written { Self::Written } else { Self::OnlyRead }
+    }
 }
 
 /// Puts the cache between an image that is about to be opened and its tables, where its format has any that are read now and
@@ -317,7 +371,7 @@ pub(super) async fn over_tables(
     head: &dyn Head,
     storage: &SharedStorage,
     place: Option<&Identity>,
-    is_written: bool,
+    state: TablesState,
 ) -> Result<Option<FlashedTables>> {
     let Some(choice) = options.flash.as_ref().filter(|choice| choice.policy != Some(FlashPolicy::Off)) else {
         return Ok(None);
@@ -326,7 +380,11 @@ pub(super) async fn over_tables(
     if head.is_encrypted() || !matches!(kind, FormatKind::Qcow2 | FormatKind::Native) {
         return Ok(None);
     }
-    let name = id_of_tables(kind, &**storage, place, is_written).await?;
+    let is_written = state != TablesState::OnlyRead;
+    let name = match state {
+        TablesState::Reopened => None,
+        _ => id_of_found_tables(kind, &**storage, place, is_written),
+    };
     if name.is_none() && !is_written {
         return Ok(None);
     }

@@ -213,6 +213,8 @@ impl Counted {
             ("vellum_flash_cached_bytes", "What the flash cache holds", cache.cached_bytes),
             ("vellum_flash_dirty_bytes", "What only the flash cache has", cache.dirty_bytes),
             ("vellum_flash_memory_bytes", "Memory for the map of the flash cache", cache.memory_bytes),
+            ("vellum_flash_budget_bytes", "The most memory of the flash cache", cache.budget_bytes),
+            ("vellum_flash_budget_used_bytes", "What counts against it", cache.budget_used_bytes),
         ] {
             to.encode_descriptor(name, help, None, MetricType::Gauge)?
                 .encode_gauge(&i64::try_from(number).unwrap_or(i64::MAX))?;
@@ -224,6 +226,9 @@ impl Counted {
         }
         to.encode_descriptor("vellum_flash_flushes", "Flushes of the flash", None, MetricType::Counter)?
             .encode_counter(&cache.flushes, NO_EXEMPLAR)?;
+        let help = "Bytes that became free and were discarded";
+        to.encode_descriptor("vellum_flash_discard_bytes", help, None, MetricType::Counter)?
+            .encode_counter(&cache.discard_bytes, NO_EXEMPLAR)?;
         // For the disk itself and for the images below it, which it may share with others.
         let both = |disk: &DiskStats, of: fn(&FlashOperations) -> Vec<(&'static str, u64)>| {
             let flash = disk.flash.iter();
@@ -498,11 +503,14 @@ mod tests {
             zero_runs: 0,
             written_regions: 0,
             memory_bytes: 1000,
+            budget_bytes: 4000,
+            budget_used_bytes: 2000,
             records: 1,
             record_bytes: 4096,
             slices: 0,
             slice_bytes: 0,
             flushes: 1,
+            discard_bytes: 0,
         }
     }
 

@@ -34,6 +34,8 @@ pub enum Bug {
     ReusedBeforeDurable,
     /// A slot is free when the record that released it is durable, though a request still reads it.
     ReusedBesideReaders,
+    /// A slot is free although a TRIM of it is under way.
+    ReusedBesideTrim,
     /// An entry is proven by its own record.
     ProvenWhenDurable,
     /// After a recovery nothing is unproven.
@@ -98,7 +100,7 @@ pub enum Bug {
 
 impl Bug {
     /// All of them.
-    pub const ALL: [Self; 43] = [
+    pub const ALL: [Self; 44] = [
         Self::NoChecks,
         Self::CleanWithoutChecks,
         Self::InPlaceOverClean,
@@ -112,6 +114,7 @@ impl Bug {
         Self::RunNotLeft,
         Self::ReusedBeforeDurable,
         Self::ReusedBesideReaders,
+        Self::ReusedBesideTrim,
         Self::ProvenWhenDurable,
         Self::NewestForgotten,
         Self::TailBeforeSlices,

@@ -22,6 +22,7 @@ fn setups() -> Vec<Setup> {
         Setup { faults: true, nested_one_in: 100, ..Setup::usual(12) },
         Setup { blocks: 250, steps: 120, nested_one_in: 100, ..Setup::usual(200) },
         Setup { disks: 2, guests: 2, steps: 14, blocks: 10, ..Setup::usual(20) },
+        Setup { guests: 2, steps: 25, trims: true, ..Setup::usual(24) },
     ]
 }
 
@@ -94,6 +95,7 @@ found! {
     discard_forgotten: DiscardForgotten in setups,
     run_not_left: RunNotLeft in setups,
     reused_before_durable: ReusedBeforeDurable in setups,
+    reused_beside_trim: ReusedBesideTrim in setups,
     proven_when_durable: ProvenWhenDurable in setups,
     newest_forgotten: NewestForgotten in setups,
     tail_before_slices: TailBeforeSlices in setups,

@@ -121,10 +121,13 @@ fn a_file_for_reading_is_not_changed() {
 fn a_file_that_is_changed_from_outside_is_noticed() {
     in_both_modes(|| async {
         let dir = TempDir::new();
-        for direct in [false, true] {
+        for (direct, keeps_len) in [(false, false), (true, false), (false, true), (true, true)] {
             let path = dir.join("base");
             fs::write(&path, vec![7; 20_000]).expect("a file");
-            let options = OpenOptions { direct, ..OpenOptions::reading() };
+            let options = match keeps_len {
+                true => OpenOptions { direct, keeps_len, ..OpenOptions::writing() },
+                false => OpenOptions { direct, ..OpenOptions::reading() },
+            };
             let Ok(file) = File::open(&path, options).await else { continue };
             let proven = file.proof_now().await.expect("it is there");
             assert!(proven.is_some() && proven == file.proof());
@@ -134,6 +137,7 @@ fn a_file_that_is_changed_from_outside_is_noticed() {
             );
             assert_eq!(file.proof_now().await.expect("it is there"), proven, "a read is no change");
 
+            assert_eq!(file.look_at_len().await.expect("nothing has happened"), 20_000);
             let other = fs::OpenOptions::new().write(true).open(&path).expect("no lock is asked for");
             other.set_len(10_000).expect("it is cut");
             assert_ne!(file.proof_now().await.expect("it is there"), proven);
@@ -150,6 +154,7 @@ fn a_file_that_is_changed_from_outside_is_noticed() {
                 assert_eq!(error.kind(), ErrorKind::Changed, "{start} {len}");
                 assert!(error.chain().contains("cut to 10000 bytes"), "{}", error.chain());
             }
+            assert_eq!(file.look_at_len().await.expect_err("it was cut").kind(), ErrorKind::Changed);
             assert!(file.read(at(20_480), Buffer::zeroed(100)).await.expect("past its end").is_zero());
             assert_eq!(
                 file.runs(at(0).span(20_000)).await.expect_err("it was cut").kind(),

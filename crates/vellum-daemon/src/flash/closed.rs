@@ -2,6 +2,7 @@
 //! and given up. Each function must be called on a worker.
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 
 use vellum_core::{Buffer, Context, Error, ErrorKind, ImageOffset, Result, SharedStorage};
 use vellum_flash::{FlashCache, FlashPolicy, Look, RowFacts};
@@ -9,8 +10,9 @@ use vellum_format::session::Session;
 use vellum_io::{File, OpenOptions};
 use vellum_layer::FlashChoice;
 
-use super::{cannot_open, open_cache, open_storage, random_bytes};
+use super::{NO_BOUND, cannot_open, open_cache, open_storage, open_with, random_bytes};
 use crate::image::{ImageOptions, open_file, open_image};
+use crate::signals::Stop;
 
 /// How much of a file or device is looked at for something that would be lost.
 const LOOKED_AT: u64 = 1 << 20;
@@ -82,6 +84,83 @@ async fn holds_something(storage: &SharedStorage) -> Result<bool> {
     let len = usize::try_from(storage.len().min(LOOKED_AT)).expect("a mebibyte");
     let found = storage.read(ImageOffset::ZERO, Buffer::for_overwrite(len)).await?;
     Ok(found.slice().iter().any(|byte| *byte != 0))
+}
+
+/// A cache whose size was changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ResizedFlash {
+    /// The length of the file, or of the part of the device that is used, in bytes.
+    pub size: u64,
+    /// What it can hold, in bytes.
+    pub capacity: u64,
+    /// Bytes of blocks that were moved.
+    pub moved: u64,
+    /// Bytes of blocks that were given up: images have them too.
+    pub given_up: u64,
+}
+
+/// Gives a cache another size: a file `size` bytes, a block device that many of its bytes, or all of them if no size is
+/// given. `progress` is told what is done of how many bytes. If it is stopped or fails, the cache has its size as
+/// before, with all that images lack.
+///
+/// # Errors
+/// `Locked` while a server has it, `NoSpace` if images lack more than it would have room for, `Invalid` for a size that is too
+/// small, `Closed` when it was stopped, and those of the storage.
+pub async fn resize(
+    path: &Path,
+    size: Option<u64>,
+    stop: &mut Stop,
+    progress: &dyn Fn(u64, u64),
+) -> Result<ResizedFlash> {
+    let (open, storage) = stop.or_stopped(open_with(path, NO_BOUND, Some(false))).await?;
+    let (is_device, before) = (storage.limits().fixed_len, storage.len());
+    let size = match size {
+        None if is_device => storage.look_at_len().await?,
+        None => return Err(Error::invalid("give the size after the file name, for example 20G")),
+        Some(size) if is_device && size > storage.look_at_len().await? => {
+            return Err(Error::invalid(format!("the device has only {} bytes", storage.len())));
+        }
+        Some(size) => size,
+    };
+    if !is_device && size > before {
+        storage.set_len(size).await?;
+        match storage.preallocate(ImageOffset::new(before).span(size - before)).await {
+            Err(error) if error.kind() != ErrorKind::Unsupported => {
+                drop(storage.set_len(before).await);
+                return Err(error.context(format!("can't make {} larger", path.display())));
+            }
+            _ => {}
+        }
+    }
+    // The end of a file is never written: its length shows whether somebody cuts it.
+    let used = if is_device { size } else { size.saturating_sub(4096) };
+    let flag = stop.flag.clone();
+    let mut goes_on = |done, total| {
+        progress(done, total);
+        match flag.load(Ordering::Relaxed) {
+            true => Err(Error::new(ErrorKind::Closed, "stopped: the flash cache has its size as before")),
+            false => Ok(()),
+        }
+    };
+    let resized = match open.resize(used, &mut goes_on).await {
+        Ok(resized) => resized,
+        Err(error) => {
+            if !is_device && size > before {
+                drop(storage.set_len(before).await);
+            }
+            return Err(error);
+        }
+    };
+    if !is_device && size != storage.len() {
+        storage.set_len(size).await?;
+        storage.flush().await?;
+    }
+    Ok(ResizedFlash {
+        size: if is_device { resized.file_bytes } else { size },
+        capacity: resized.slots * 4096,
+        moved: resized.moved * 4096,
+        given_up: resized.given_up * 4096,
+    })
 }
 
 /// What is in a cache. Nothing is written.

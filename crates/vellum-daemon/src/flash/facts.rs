@@ -36,6 +36,10 @@ pub struct CacheStats {
     pub written_regions: u64,
     /// Memory that its map takes, in bytes.
     pub memory_bytes: u64,
+    /// The most memory that it takes, in bytes.
+    pub budget_bytes: u64,
+    /// What counts against that: what is there, and what a commit may take besides.
+    pub budget_used_bytes: u64,
     /// Records that were written: one for each flush, or fewer.
     pub records: u64,
     /// Bytes of those.
@@ -46,6 +50,8 @@ pub struct CacheStats {
     pub slice_bytes: u64,
     /// Flushes of the flash.
     pub flushes: u64,
+    /// Bytes that became free and were passed to the drive as discards.
+    pub discard_bytes: u64,
 }
 
 impl CacheStats {
@@ -63,11 +69,14 @@ impl CacheStats {
             zero_runs: facts.zero_runs,
             written_regions: facts.written_regions,
             memory_bytes: facts.memory_bytes,
+            budget_bytes: facts.budget_bytes,
+            budget_used_bytes: facts.budget_used_bytes,
             records: counts.records,
             record_bytes: counts.record_bytes,
             slices: counts.slices,
             slice_bytes: counts.slice_bytes,
             flushes: counts.flushes,
+            discard_bytes: counts.discard_bytes,
         }
     }
 }
@@ -224,6 +233,10 @@ pub struct CacheFacts {
     pub sequence: u64,
     /// Memory that its map takes in a server, in bytes.
     pub memory_bytes: u64,
+    /// The most memory that it takes there where nothing else is said, in bytes.
+    pub budget_bytes: u64,
+    /// What counts against that: what is there, and what a commit may take besides.
+    pub budget_used_bytes: u64,
     /// The disks of which it knows something.
     pub disks: Vec<DiskFacts>,
 }
@@ -271,6 +284,8 @@ pub fn facts_said(path: &Path, found: &Look) -> CacheFacts {
         written_regions,
         sequence,
         memory_bytes,
+        budget_bytes,
+        budget_used_bytes,
         ..
     } = found.facts;
     CacheFacts {
@@ -284,6 +299,8 @@ pub fn facts_said(path: &Path, found: &Look) -> CacheFacts {
         written_regions,
         sequence,
         memory_bytes,
+        budget_bytes,
+        budget_used_bytes,
         disks: {
             let (tables, disks): (Vec<&RowFacts>, Vec<&RowFacts>) =
                 found.rows.iter().partition(|row| row.is_tables);

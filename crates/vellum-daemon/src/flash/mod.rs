@@ -13,20 +13,22 @@
 mod closed;
 mod facts;
 
-pub use closed::{Completed, Made, check, complete, create, forget, forget_row, look};
+pub use closed::{Completed, Made, ResizedFlash, check, complete, create, forget, forget_row, look, resize};
 pub use facts::{
     CacheFacts, CacheStats, DiskFacts, FlashOperations, FlashStats, TableReads, facts_said, map_strip,
 };
 
 use std::ops::ControlFlow;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use vellum_core::pin::ProofKind;
 use vellum_core::{Context, Error, ErrorKind, Random, Result, SharedStorage, lock};
 use vellum_flash::{Facts, FlashCache, FlashOptions, FlashPolicy};
-use vellum_io::{File, LockMode, OpenOptions, Spawned, WorkersHandle, clock, spawn_local};
+use vellum_io::{File, LockMode, OpenOptions, Spawned, WorkersHandle, clock, spawn_local, unblock_at};
 use vellum_layer::FlashChoice;
 
 use crate::contained::in_rounds;
@@ -45,6 +47,10 @@ pub struct FlashSpec {
     pub path: PathBuf,
     /// What the images lack stays in the cache when the server ends.
     pub keeps_dirty: bool,
+    /// The most memory that it takes; none for the usual, which the size of the cache determines.
+    pub memory_bytes_max: Option<u64>,
+    /// Places that become free are passed to the drive as discards. Where nothing is said, those of a block device are.
+    pub discards: Option<bool>,
 }
 
 /// The policy of this name.
@@ -76,7 +82,7 @@ const POLICIES: [FlashPolicy; 4] =
 /// writers.
 pub(crate) async fn open_storage(path: &Path, writable: bool) -> Result<SharedStorage> {
     let options = match writable {
-        true => OpenOptions::writing(),
+        true => OpenOptions { keeps_len: true, ..OpenOptions::writing() },
         false => OpenOptions { lock: LockMode::Read, ..OpenOptions::reading() },
     };
     let opened = File::open(path, options).await;
@@ -97,14 +103,59 @@ fn cannot_open(path: &Path) -> String {
     format!("can't open the flash cache {}", path.display())
 }
 
-/// Opens a cache, which recovers it.
+/// Opens a cache, which recovers it, with as much memory as it needs.
 ///
 /// # Errors
 /// `Locked` while another program has it, `Invalid` if it is none, and those of the cache.
 pub(crate) async fn open_cache(path: &Path) -> Result<Arc<FlashCache>> {
+    open_with(path, NO_BOUND, Some(false)).await.map(|(cache, _)| cache)
+}
+
+/// As much memory as it takes.
+const NO_BOUND: Option<u64> = Some(u64::MAX >> 1);
+
+/// As above, with a bound of the memory.
+async fn open_with(
+    path: &Path,
+    memory_bytes_max: Option<u64>,
+    discards: Option<bool>,
+) -> Result<(Arc<FlashCache>, SharedStorage)> {
     let storage = open_storage(path, true).await?;
     let chance = Random::from_seed(u64::from_be_bytes(random_bytes()?));
-    FlashCache::open(storage, FlashOptions::new(Some(clock()), chance)).await.context(|| cannot_open(path))
+    // A file would lose the space that was reserved for it, and get its pieces from elsewhere later.
+    let limits = storage.limits();
+    let discards = discards.unwrap_or(limits.fixed_len) && limits.discards;
+    let options = FlashOptions { memory_bytes_max, discards, ..FlashOptions::new(Some(clock()), chance) };
+    let cache = FlashCache::open(storage.clone(), options).await.context(|| cannot_open(path))?;
+    cache.keep_witness().await.context(|| cannot_open(path))?;
+    Ok((cache, storage))
+}
+
+/// Why the file under this name is not the one that is open; nothing where it is, or where the host does not say.
+async fn gone_from(path: &Path, file: &str) -> Option<String> {
+    let number = file.split('@').next()?.parse::<u64>().ok()?;
+    let named = path.to_owned();
+    let looked: Result<std::io::Result<u64>> =
+        unblock_at(path, move || Ok(std::fs::metadata(&named).map(|facts| facts.ino()))).await;
+    let there = looked.ok()?;
+    match there {
+        Ok(there) if there == number => None,
+        Ok(_) => Some("another file has its name now".to_owned()),
+        Err(error) => Some(format!("it is not found under its name ({error})")),
+    }
+}
+
+/// Says what a cache keeps that has more than its memory allows: dirty blocks alone.
+fn warn_if_over_budget(path: &Path, facts: Facts) {
+    let Facts { budget_bytes, budget_used_bytes, dirty_blocks, .. } = facts;
+    if budget_used_bytes > budget_bytes {
+        tracing::warn!(
+            "the flash cache {} takes {budget_used_bytes} bytes of memory, {} more than it may: images lack {dirty_blocks} \
+             blocks of it. Writes wait until these are home; `--flash-memory` gives it more",
+            path.display(),
+            budget_used_bytes - budget_bytes
+        );
+    }
 }
 
 /// Random bytes of the host, as the seed of the numbers that a cache draws.
@@ -140,6 +191,9 @@ pub(crate) struct HostFlash {
     has_ended: Arc<AtomicBool>,
     tending: Mutex<Option<Spawned<()>>>,
     has_said: AtomicBool,
+    /// Why the file that is open is not the one under its name.
+    gone: Mutex<Option<String>>,
+    looked: Mutex<Duration>,
 }
 
 impl std::fmt::Debug for HostFlash {
@@ -151,7 +205,8 @@ impl std::fmt::Debug for HostFlash {
 impl HostFlash {
     /// Opens it, and begins to tend it.
     pub(crate) async fn open(spec: &FlashSpec, workers: &WorkersHandle) -> Result<Arc<Self>> {
-        let cache = open_cache(&spec.path).await?;
+        let (cache, _) = open_with(&spec.path, spec.memory_bytes_max, spec.discards).await?;
+        warn_if_over_budget(&spec.path, cache.facts());
         let flash = Arc::new(Self {
             path: spec.path.clone(),
             keeps_dirty: spec.keeps_dirty,
@@ -160,6 +215,8 @@ impl HostFlash {
             has_ended: Arc::default(),
             tending: Mutex::default(),
             has_said: AtomicBool::new(false),
+            gone: Mutex::default(),
+            looked: Mutex::default(),
         });
         let (its, ended) = (flash.clone(), flash.has_ended.clone());
         let task = workers.spawn(workers.count() - 1, move || async move {
@@ -181,6 +238,7 @@ impl HostFlash {
         // Each disk has a task of its own: one whose home does not answer holds up no other.
         let has_more = self.cache.tend_with(clock().now(), &|step| spawn_local(step).detach()).await;
         self.say_if_stopped();
+        self.look_at_name().await;
         let pause = match has_more {
             true => NEXT,
             false => pace.pause(self.cache.facts()),
@@ -198,6 +256,29 @@ impl HostFlash {
         Err(why.context(format!(
             "the flash cache {path} has failed, and is opened again only when the server is started again"
         )))
+    }
+
+    /// Warns when the file has lost its name: the next server does not find it. Looks once in a second.
+    async fn look_at_name(&self) {
+        let now = clock().now();
+        {
+            let mut looked = lock(&self.looked);
+            if now.saturating_sub(*looked) < Duration::from_secs(1) {
+                return;
+            }
+            *looked = now;
+        }
+        let proof = self.cache.proof().filter(|proof| proof.kind() == ProofKind::File);
+        let Some(proof) = proof else { return };
+        let why = gone_from(&self.path, proof.value()).await;
+        let before = std::mem::replace(&mut *lock(&self.gone), why.clone());
+        if let (Some(why), None) = (why, before) {
+            tracing::warn!(
+                "the flash cache {} is gone: {why}. This server goes on with the file that it has open, and completes the \
+                 images when it ends, also with `--flash-keep`",
+                self.path.display()
+            );
+        }
     }
 
     /// Warns once when the flash has failed.
@@ -225,12 +306,16 @@ impl HostFlash {
 
     /// Whether dirty blocks stay in it when a disk is closed for good. One that is removed from a server is complete.
     pub(crate) fn keeps_dirty(&self) -> bool {
-        self.keeps_dirty && self.is_server_ending.load(Ordering::Acquire)
+        self.keeps_dirty && self.is_server_ending.load(Ordering::Acquire) && lock(&self.gone).is_none()
     }
 
     /// What is known of it now.
     pub(crate) fn stats(&self) -> CacheStats {
-        CacheStats::of(&self.path, &self.cache)
+        let mut stats = CacheStats::of(&self.path, &self.cache);
+        if let Some(why) = lock(&self.gone).clone() {
+            stats.last_error.get_or_insert(format!("the file is gone: {why}"));
+        }
+        stats
     }
 
     /// Closes it. All disks are closed by now, or hang.

@@ -69,6 +69,8 @@ pub struct File {
     direct: Option<Direct>,
     abilities: Abilities,
     proof: Option<Proof>,
+    /// What becomes shorter is an error.
+    keeps_len: bool,
 }
 
 /// What was opened.
@@ -159,8 +161,10 @@ impl File {
         })
     }
 
-    /// A device may have grown. One that has shrunk fails when it is used.
+    /// A device may have grown. One that has shrunk fails when it is used. A file that keeps its length fails once it is
+    /// shorter.
     async fn ask_for_len(&self) -> Result<u64> {
+        self.check_len().await?;
         if matches!(self.kind, Kind::Block { .. }) {
             let handle = self.handle.clone();
             let asked = unblock_on(self.handle.storage().backend, move || {
@@ -190,10 +194,10 @@ impl File {
         Ok(facts::proof(&stat, facts::len_of(&stat)))
     }
 
-    /// Whether a file that is only read still has all the bytes that it had when it was opened. What a program
-    /// cuts off meanwhile would read as zero.
+    /// Whether a file that is only read, or keeps its length, still has all the bytes that it had. What a program cuts
+    /// off meanwhile would read as zero.
     async fn check_len(&self) -> Result<()> {
-        if !self.limits.read_only || self.kind != Kind::Regular {
+        if !(self.limits.read_only || self.keeps_len) || self.kind != Kind::Regular {
             return Ok(());
         }
         let (was, now) = (self.handle.len(), facts::len_of(&self.look().await?));

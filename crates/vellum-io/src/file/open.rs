@@ -35,6 +35,9 @@ pub struct OpenOptions {
     pub trim: bool,
     /// No part of the path is a link: it is canonical, or has been changed since, and is refused then.
     pub without_links: bool,
+    /// Nobody else makes the file shorter while it is open: where somebody does, a read of what was cut off fails instead
+    /// of reading zeros, as it does for a file that is only read.
+    pub keeps_len: bool,
 }
 
 impl OpenOptions {
@@ -147,6 +150,7 @@ pub(super) fn open(path: &Path, options: &OpenOptions) -> Result<File> {
         handle: Arc::new(handle),
         direct: facts.direct,
         abilities: Abilities::hoped_for(options.trim),
+        keeps_len: options.keeps_len,
         proof: facts.proof,
     })
 }

@@ -3,8 +3,8 @@
 //! The kernel may move less than requested: at the end of the file, at the end of the space, at a signal, or
 //! because there were too many pieces for one call. The rest is requested again, with the same operation.
 //!
-//! 1. A read that meets the end of the file fills the rest with zeros. It fails where a file that is only read has
-//!    become shorter than it was when it was opened.
+//! 1. A read that meets the end of the file fills the rest with zeros. It fails where a file that is only read, or
+//!    keeps its length, has become shorter than it was.
 //! 2. A write either completes as a whole or fails.
 
 use vellum_core::{Buffer, Error, ErrorKind, ImageOffset, ImageSpan, Result};

@@ -194,6 +194,18 @@ pub(crate) struct Args {
     /// images, readonly for others. EXPORT: selects the disk. May be given several times.
     #[arg(long, value_name = "[EXPORT:]POLICY", value_parser = parse_flash_policy, requires = "flash", help_heading = FLASH)]
     flash_policy: Vec<ExportPolicy>,
+    /// The most memory that the flash cache takes, such as 2G
+    ///
+    /// When it is reached, blocks that images have too are given up, those without neighbours first; then writes wait until
+    /// others are home. Default: 16 bytes for each 4 KiB that the cache can hold, and what it takes when it is empty.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, requires = "flash", help_heading = FLASH)]
+    flash_memory: Option<u64>,
+    /// Tell the drive of the flash cache which places have become free: on or off
+    ///
+    /// In large pieces, in the background. Default: on for a block device. A file would lose the space that is reserved for
+    /// it.
+    #[arg(long, value_name = "on|off", value_parser = parse_switch, requires = "flash", help_heading = FLASH)]
+    flash_discard: Option<bool>,
     /// At exit, leave in the flash cache what the images do not have yet
     ///
     /// The server ends sooner, and the images can only be used with this cache. By default the images are completed.
@@ -377,6 +389,14 @@ fn limits_for(all: &[ExportLimits], name: &str) -> RateLimits {
 struct ExportPolicy {
     export: Option<String>,
     policy: FlashPolicy,
+}
+
+fn parse_switch(text: &str) -> Result<bool> {
+    match text {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err(Error::invalid(format!("{text:?}: use on or off"))),
+    }
 }
 
 fn parse_flash_policy(text: &str) -> Result<ExportPolicy> {
@@ -592,7 +612,12 @@ pub(crate) fn run(args: Args) -> Outcome {
         memory_bytes: usize::try_from(args.memory).unwrap_or(usize::MAX),
         session_limits: Default::default(),
         drain_time: Duration::from_secs(args.drain_seconds),
-        flash: args.flash.clone().map(|path| FlashSpec { path, keeps_dirty: args.flash_keep }),
+        flash: args.flash.clone().map(|path| FlashSpec {
+            path,
+            keeps_dirty: args.flash_keep,
+            memory_bytes_max: args.flash_memory,
+            discards: args.flash_discard,
+        }),
         flash_policy: policy_for(&args.flash_policy, None),
         grow_hook: args.grow_hook.clone(),
         image: image.clone(),

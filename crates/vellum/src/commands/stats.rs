@@ -109,11 +109,13 @@ fn cache(said: &Value) -> Vec<String> {
     let Some(state) = said["state"].as_str() else { return Vec::new() };
     let bytes = |name: &str| human_bytes(number(&said[name]));
     let mut lines = vec![format!(
-        "flash cache {}: {state}; {} of {} used, {} not home yet",
+        "flash cache {}: {state}; {} of {} used, {} not home yet; memory: {} of {}",
         printable(said["path"].as_str().unwrap_or_default()),
         bytes("cached-bytes"),
         bytes("capacity-bytes"),
-        bytes("dirty-bytes")
+        bytes("dirty-bytes"),
+        bytes("budget-used-bytes"),
+        bytes("budget-bytes")
     )];
     lines.extend(said["last-error"].as_str().map(|error| format!("  last error: {}", printable(error))));
     lines

@@ -3,10 +3,12 @@
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
 
+use super::support::client::Client;
 use super::support::dir::Dir;
+use super::support::noise;
 use super::support::program::vellum;
 use super::support::server::Server;
-use super::{info, is_not_served, is_refused, made_cache};
+use super::{KINDS, alone, info, is_not_served, is_refused, made_cache, same};
 
 #[test]
 fn a_cache_is_made_described_and_checked() {
@@ -107,4 +109,46 @@ fn one_program_at_a_time_has_a_cache() {
     is_not_served(&[&other, "--flash", &cache], &["cache", "in use"]);
     server.stop();
     assert!(vellum(&["flash", "check", &cache]).answer().contains("no errors"));
+}
+
+/// Larger and smaller, with what only the cache has; and what has no room.
+#[test]
+fn a_cache_gets_another_size() {
+    let dir = Dir::new("flash-resize");
+    let cache = made_cache(&dir, "64M");
+    let (image, mut model) = KINDS[1].make(&dir, 24 << 20);
+    let server = Server::start(&[&image, "--flash", &cache, "--flash-keep"]);
+    let mut client = Client::connect(&server.peer(), "").expect("it is served");
+    client.write(0, &noise(12 << 20, 1), 0).expect("written");
+    client.flush().expect("durable");
+    model[..12 << 20].copy_from_slice(&noise(12 << 20, 1));
+    let busy = vellum(&["flash", "resize", &cache, "128M"]);
+    assert!(busy.code == 1 && busy.err.contains("stop that server first"), "{busy:?}");
+    drop(client);
+    server.stop();
+    let dirty = info(&cache)["dirty-bytes"].clone();
+    for size in ["128M", "40M", "200M"] {
+        let resized = vellum(&["flash", "resize", &cache, size, "--output", "json"]).json();
+        let facts = info(&cache);
+        assert_eq!(
+            (&facts["dirty-bytes"], &facts["capacity-bytes"]),
+            (&dirty, &resized["capacity-bytes"]),
+            "{size}"
+        );
+        assert_eq!(
+            std::fs::metadata(&cache).expect("the cache").len(),
+            resized["size"].as_u64().expect("a size")
+        );
+        vellum(&["flash", "check", &cache]).answer();
+    }
+    let refused = vellum(&["flash", "resize", &cache, "12M"]);
+    assert!(refused.code == 1 && refused.err.contains("flash drain"), "{refused:?}");
+    assert_eq!(info(&cache)["dirty-bytes"], dirty);
+    let server = Server::start(&[&image, "--flash", &cache]);
+    let mut client = Client::connect(&server.peer(), "").expect("it is served");
+    same(&client.read_all().expect("it is read"), &model, "after three sizes");
+    drop(client);
+    server.stop();
+    same(&alone(&dir, &image), &model, "alone");
+    vellum(&["flash", "resize", &cache, "12M"]).answer();
 }

@@ -8,7 +8,7 @@ use super::support::loops::Failing;
 use super::support::program::vellum;
 use super::support::server::Server;
 use super::support::{PATIENCE, noise};
-use super::{KINDS, alone, is_refused, same};
+use super::{KINDS, alone, cache_stats, is_refused, made_cache, same};
 
 /// A failed flush of flash ends changes, and no reads. The disk stays open: closed, it could not be opened again.
 #[test]
@@ -55,4 +55,58 @@ fn a_failed_flush_of_flash_ends_changes_and_no_reads() {
         served.stop();
         same(&alone(&dir, &image), &model, "alone");
     }
+}
+
+/// A program that is not the server makes the file of the cache shorter, and slots are written behind the cut since.
+#[test]
+fn a_cache_that_is_cut_sends_no_zeros_home() {
+    let dir = Dir::new("flash-cut");
+    let cache = made_cache(&dir, "64M");
+    let (image, model) = KINDS[1].make(&dir, 16 << 20);
+    let place = Dir::short();
+    let control = place.text("control");
+    let served = Server::start(&[&image, "--flash", &cache, "--control", &control]);
+    let mut client = Client::connect(&served.peer(), "").expect("it is served");
+    client.write(0, &noise(4 << 20, 1), 0).expect("written");
+    client.flush().expect("durable");
+    let file = std::fs::OpenOptions::new().write(true).open(&cache).expect("the cache");
+    // The slots come after the map.
+    file.set_len(2 << 20).expect("it is cut");
+    // These go behind the cut, and the file is as long as before but for its end.
+    let _ = client.write(8 << 20, &noise(4 << 20, 2), 0);
+    let _ = client.flush();
+    let drained = vellum(&["flash", "drain", "--control", &control]);
+    assert_ne!(drained.code, 0, "{drained:?}");
+    served.says("cut");
+    client.write(0, &[1; 512], 0).expect_err("it refuses writes");
+    client.read(0, 1 << 20).expect_err("what the cache alone has is gone");
+    assert!(cache_stats(&control)["last-error"].as_str().is_some_and(|why| why.contains("cut")));
+    client.disconnect();
+    served.signal(Signal::TERM);
+    let ran = served.wait(PATIENCE);
+    assert_eq!(ran.code, 1, "{ran:?}");
+    // The image is behind, and as it was.
+    is_refused(&vellum(&["convert", "-O", "raw", &image, &dir.text("out.raw")]), &["disk.", "cache"]);
+    vellum(&["flash", "forget", &image]).answer();
+    same(&alone(&dir, &image), &model, "the image without what was cut off");
+}
+
+/// The file of the cache is removed: what it has would be gone when the server ends.
+#[test]
+fn a_cache_without_a_name_completes_its_images() {
+    let dir = Dir::new("flash-gone");
+    let cache = made_cache(&dir, "64M");
+    let (image, mut model) = KINDS[1].make(&dir, 16 << 20);
+    let served = Server::start(&[&image, "--flash", &cache, "--flash-keep"]);
+    let mut client = Client::connect(&served.peer(), "").expect("it is served");
+    client.write(0, &noise(1 << 20, 1), 0).expect("written");
+    client.flush().expect("durable");
+    model[..1 << 20].copy_from_slice(&noise(1 << 20, 1));
+    std::fs::remove_file(&cache).expect("it was there");
+    served.says("is gone");
+    client.write(4 << 20, &noise(1 << 20, 2), 0).expect("it goes on");
+    model[4 << 20..5 << 20].copy_from_slice(&noise(1 << 20, 2));
+    client.disconnect();
+    served.stop();
+    same(&alone(&dir, &image), &model, "alone");
 }

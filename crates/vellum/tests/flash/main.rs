@@ -93,6 +93,12 @@ fn info(cache: &str) -> Value {
     vellum(&["flash", "info", "--output", "json", cache]).json()
 }
 
+/// What a server says of its cache now.
+#[track_caller]
+fn cache_stats(control: &str) -> Value {
+    vellum(&["stats", "--control", control, "--output", "json"]).json()["flash"].clone()
+}
+
 /// The disk of an image as it is without a cache.
 #[track_caller]
 fn alone(dir: &Dir, image: &str) -> Vec<u8> {

@@ -4,10 +4,10 @@ use serde_json::Value;
 
 use super::support::client::Client;
 use super::support::dir::Dir;
-use super::support::noise;
 use super::support::program::vellum;
 use super::support::server::Server;
-use super::{KINDS, alone, info, is_not_served, is_refused, is_sound, made_cache, same};
+use super::support::{noise, until};
+use super::{KINDS, alone, cache_stats, info, is_not_served, is_refused, is_sound, made_cache, same};
 
 const SIZE: usize = 8 << 20;
 
@@ -42,7 +42,7 @@ fn write_back_is_refused_for_images_without_a_place_for_a_session() {
 fn options_that_need_a_cache_say_so() {
     let dir = Dir::new("flash-options");
     let (raw, _) = raw_disk(&dir);
-    for option in [&["--flash-policy", "readonly"][..], &["--flash-keep"]] {
+    for option in [&["--flash-policy", "readonly"][..], &["--flash-keep"], &["--flash-memory", "1G"]] {
         is_not_served(&[&[&raw, "-f", "raw"], option].concat(), &["--flash"]);
     }
     let cache = made_cache(&dir, "32M");
@@ -244,4 +244,87 @@ fn a_served_disk_is_drained_while_it_goes_on() {
     is_refused(&vellum(&["flash", "drain", "--control", &control]), &["--flash"]);
     is_refused(&vellum(&["flash", "policy", "--control", &control, "off"]), &["--flash"]);
     server.stop();
+}
+
+/// A guest writes lone blocks all over its disk, more than the memory is for.
+#[test]
+fn the_memory_of_the_cache_has_a_bound() {
+    let dir = Dir::new("flash-memory");
+    let cache = made_cache(&dir, "64M");
+    let image = dir.text("disk.qcow2");
+    vellum(&["create", "-q", "-f", "qcow2", &image, "1G"]).answer();
+    is_not_served(&[&image, "--flash", &cache, "--flash-memory", "1M"], &["memory", "at least"]);
+    let usual = info(&cache)["budget-used-bytes"].as_u64().expect("a number");
+    let budget = (usual + 2000 * 104).to_string();
+    let place = Dir::short();
+    let control = place.text("control");
+    let with = ["--flash-keep", "--flash-memory", &budget, "--control", &control];
+    let server = Server::start(&[&[&image, "--flash", &cache][..], &with].concat());
+    let mut client = Client::connect(&server.peer(), "").expect("it is served");
+    let block = |n: u64| [u8::try_from(n % 251 + 1).expect("a byte"); 4096];
+    for n in 0..6000 {
+        client.write(n * 40 * 4096, &block(n), 0).expect("it is written");
+        if n % 500 == 0 {
+            client.flush().expect("a flush");
+            let flash = cache_stats(&control);
+            assert_eq!(flash["budget-bytes"].as_u64(), budget.parse().ok(), "{flash}");
+            assert!(flash["budget-used-bytes"].as_u64() <= flash["budget-bytes"].as_u64(), "{flash}");
+        }
+    }
+    client.flush().expect("a flush");
+    for n in 0..6000 {
+        assert_eq!(client.read(n * 40 * 4096, 4096).expect("it is read"), block(n), "block {n}");
+    }
+    drop(client);
+    let stats = server.stop_and_count();
+    assert!(stats["disks"][0]["flash"]["disk"]["written-home"].as_u64() >= Some(3000), "{stats}");
+    let facts = info(&cache);
+    assert!(facts["dirty-bytes"].as_u64() > Some(0), "{facts}");
+    // With the least that it can be opened with, nothing is lost.
+    let server = Server::start(&[&image, "--flash", &cache, "--flash-memory", &(usual + 1000).to_string()]);
+    let mut client = Client::connect(&server.peer(), "").expect("it is served");
+    for n in 0..6000 {
+        assert_eq!(client.read(n * 40 * 4096, 4096).expect("it is read"), block(n), "block {n}");
+    }
+    drop(client);
+    server.stop_and_count();
+    is_sound(&image);
+}
+
+/// What a guest zeroes needs no place any more: the drive is told, and what is written there afterwards stays.
+#[test]
+fn places_that_become_free_are_discarded() {
+    let dir = Dir::new("flash-discard");
+    let cache = made_cache(&dir, "64M");
+    let (image, mut model) = KINDS[1].make(&dir, SIZE);
+    is_not_served(&[&image, "--flash", &cache, "--flash-discard", "maybe"], &["on or off"]);
+    for (choice, is_on) in [("off", false), ("on", true)] {
+        let place = Dir::short();
+        let control = place.text("control");
+        let with = ["--flash-discard", choice, "--control", &control];
+        let server = Server::start(&[&[&image, "--flash", &cache][..], &with].concat());
+        let mut client = Client::connect(&server.peer(), "").expect("it is served");
+        for round in 0..3u64 {
+            let bytes = noise(4 << 20, round);
+            client.write(0, &bytes, 0).expect("it is written");
+            client.flush().expect("a flush");
+            client.zero(0, 4 << 20, 0).expect("zeros");
+            client.flush().expect("a flush");
+            let discarded = || cache_stats(&control)["discard-bytes"].as_u64().expect("a number");
+            if is_on {
+                until("places are discarded", || discarded() >= (round + 1) << 20);
+            } else {
+                assert_eq!(discarded(), 0);
+            }
+        }
+        client.write(1 << 20, &noise(4 << 20, 9), 0).expect("it is written");
+        client.flush().expect("a flush");
+        model[..1 << 20].fill(0);
+        model[1 << 20..5 << 20].copy_from_slice(&noise(4 << 20, 9));
+        same(&client.read_all().expect("it is read"), &model, choice);
+        drop(client);
+        server.stop();
+        vellum(&["flash", "check", &cache]).answer();
+        same(&alone(&dir, &image), &model, choice);
+    }
 }

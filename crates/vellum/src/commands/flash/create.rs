@@ -13,7 +13,8 @@ use crate::output::{human_bytes, say, say_json};
 /// Make a flash cache
 ///
 /// PATH is a file that does not exist, or a block device. The space is reserved at once. For each 64 KiB that are
-/// cached, a server needs about 65 bytes of memory, and more where single blocks are.
+/// cached, a server needs about 65 bytes of memory, and more where single blocks are: `vellum serve --flash-memory` is
+/// the bound.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Overwrite what is there

@@ -57,7 +57,12 @@ fn lines(facts: &CacheFacts, strip: Option<&str>) -> Vec<String> {
         format!("size: {} ({} bytes)", human_bytes(facts.size), facts.size),
         format!("cached: {} of {}", human_bytes(facts.cached_bytes), human_bytes(facts.capacity_bytes)),
         format!("not home yet: {}, {} runs of zeros", human_bytes(facts.dirty_bytes), facts.zero_runs),
-        format!("memory in a server: {}", human_bytes(facts.memory_bytes)),
+        format!(
+            "memory in a server: {} for what is cached; with all besides {} of {}, unless `--flash-memory` says more or less",
+            human_bytes(facts.memory_bytes),
+            human_bytes(facts.budget_used_bytes),
+            human_bytes(facts.budget_bytes)
+        ),
     ];
     if facts.written_regions > 0 {
         let regions = facts.written_regions;

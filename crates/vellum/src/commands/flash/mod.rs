@@ -6,6 +6,7 @@ mod drain;
 mod forget;
 mod info;
 pub(crate) mod policy;
+mod resize;
 
 use clap::Subcommand;
 use vellum_core::Error;
@@ -32,6 +33,7 @@ enum Verb {
     Recover(drain::RecoverArgs),
     Forget(forget::Args),
     Policy(policy::Args),
+    Resize(resize::Args),
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
@@ -43,6 +45,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
         Verb::Recover(args) => drain::recover(args),
         Verb::Forget(args) => forget::run(args),
         Verb::Policy(args) => policy::run(args),
+        Verb::Resize(args) => resize::run(args),
     }
 }
 

@@ -206,6 +206,13 @@ pub(crate) fn is_of_tables(row: &Row) -> bool {
     row.disk.to_be_bytes().ends_with(&MARK)
 }
 
+fn copy_pieces(to: &mut Buffer, mut place: usize, from: &Buffer) {
+    for piece in from.pieces() {
+        to.copy_from(place, piece);
+        place += piece.len();
+    }
+}
+
 fn whole_of(block: u64) -> GuestSpan {
     GuestOffset::new(block * BLOCK_BYTES).span(BLOCK_BYTES)
 }
@@ -316,10 +323,8 @@ impl FlashMetadata {
         });
         let mut place = 0;
         for part in try_join_all(parts).await? {
-            for piece in part.pieces() {
-                buffer.copy_from(place, piece);
-                place += piece.len();
-            }
+            copy_pieces(&mut buffer, place, &part);
+            place += part.len();
         }
         Ok(buffer)
     }
@@ -337,7 +342,11 @@ impl FlashMetadata {
             Source::Flash if self.has(span) => {
                 count(&self.tally.flash_hits, 1);
                 count(&self.tally.flash_read_bytes, len);
-                return self.disk.home.read(GuestOffset::new(span.start().bytes()), buffer, false).await;
+                // Slots that are no neighbours give pieces; what a storage reads is one.
+                let own = Buffer::for_overwrite(buffer.len());
+                let own = self.disk.home.read(GuestOffset::new(span.start().bytes()), own, false).await?;
+                copy_pieces(&mut buffer, 0, &own);
+                return Ok(buffer);
             }
             Source::Image => {
                 count(&self.tally.misses, 1);

@@ -82,7 +82,8 @@ fn bytes(random: &mut Random, sectors: u64) -> Buffer {
 
 async fn read(storage: &dyn Storage, sector: u64, sectors: u64) -> CoreResult<Vec<u8>> {
     let len = usize::try_from(sectors * 512).unwrap();
-    Ok(storage.read(ImageOffset::new(sector * 512), Buffer::for_overwrite(len)).await?.to_vec())
+    // In one piece, as formats take it.
+    Ok(storage.read(ImageOffset::new(sector * 512), Buffer::for_overwrite(len)).await?.slice().to_vec())
 }
 
 async fn compare(what: &str, tables: &dyn Storage, image: &dyn Storage) -> Result<(), String> {

@@ -25,7 +25,7 @@ PAIRS_MAX = 2048
 WORDS_MAX = 512
 REGION = 1 << 14
 WORD = 64 * REGION
-FEATURES = 3
+FEATURES = 1
 BLOCKS = 1 << 48
 MASK64 = (1 << 64) - 1
 
@@ -141,12 +141,12 @@ def read_items(data, count, slots):
         kind = data[at]
         if kind == 1:
             flags, sectors, zero, slot, key = struct.unpack_from(">BBBIQ", data, at + 1)
-            if flags > 3 or sectors == 0 or zero or slot >= slots or not good_key(key):
+            if flags > 5 or sectors == 0 or zero or slot >= slots or not good_key(key):
                 raise ValueError("a put")
             at += 16
             crcs = None
-            if flags & 2:
-                crcs = struct.unpack_from(f">{bin(sectors).count('1')}I", data, at)
+            if flags & 6:
+                crcs = struct.unpack_from(f">{1 if flags & 4 else bin(sectors).count('1')}I", data, at)
                 at += 4 * len(crcs)
             items.append(("put", key, slot, sectors, flags & 1, crcs))
         elif kind == 2:
@@ -236,12 +236,10 @@ class Cache:
                 and self.ring_len % BLOCK == 0 and 128 << 10 <= self.ring_len <= 64 << 20)
         if not good:
             raise Wrong("the superblock contradicts itself")
-        self.slices_at = 2 * BLOCK + (self.slots * BLOCK if features & 2 else 0)
-        self.ring_at = self.slices_at + 2 * (self.parts + 1) * PLACE
-        self.slots_at = 2 * BLOCK if features & 2 else self.ring_at + self.ring_len
-        end = max(self.slots_at + self.slots * BLOCK, self.ring_at + self.ring_len)
-        if end > self.len:
-            raise Wrong(f"it should have {end} bytes, and has {self.len}")
+        self.ring_at = 2 * BLOCK + 2 * (self.parts + 1) * PLACE
+        self.slots_at = self.ring_at + self.ring_len
+        if self.slots_at + self.slots * BLOCK > self.len:
+            raise Wrong(f"it should have {self.slots_at + self.slots * BLOCK} bytes, and has {self.len}")
 
     def record_at(self, ring, at):
         head = ring[at:at + 64]
@@ -281,8 +279,9 @@ class Cache:
             if item[0] == "put" and item[5] is not None:
                 _, key, slot, sectors, _, crcs = item
                 data = self.read(self.slots_at + slot * BLOCK, BLOCK)
-                named = [n for n in range(8) if sectors >> n & 1]
-                if any(crc32c(data[n * SECTOR:(n + 1) * SECTOR]) != crc for n, crc in zip(named, crcs)):
+                named = [data[n * SECTOR:(n + 1) * SECTOR] for n in range(8) if sectors >> n & 1]
+                checked = [b"".join(named)] if len(crcs) == 1 else named
+                if any(crc32c(part) != crc for part, crc in zip(checked, crcs)):
                     return False
         return True
 
@@ -302,7 +301,7 @@ class Cache:
     def slice(self, number):
         found = []
         for place in range(2):
-            data = self.read(self.slices_at + (2 * number + place) * PLACE, PLACE)
+            data = self.read(2 * BLOCK + (2 * number + place) * PLACE, PLACE)
             magic, _, its, id_, as_of, length, zero = struct.unpack_from(">8sII16sQI20s", data)
             if magic == b"VELLUMF2" and its == number and id_ == self.id and length <= PAYLOAD_MAX and not any(zero):
                 if has_good_crc(data[:64 + length], 8):

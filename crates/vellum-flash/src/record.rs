@@ -13,7 +13,7 @@
 //!
 //! The text of this is `docs/format/flash.md`. What is copied to slices is in `slice`.
 
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 
 use crate::bytes::{be16, be32, be64, be128, put32, put64, put128};
 use crate::layout::{BLOCK_LEN, BLOCKS_MAX, Key, ROWS_MAX, SECTOR_LEN, Slot, has_good_crc};
@@ -38,26 +38,33 @@ mod at {
 /// A sequence never comes near this limit.
 const SEQUENCE_MAX: u64 = 1 << 62;
 
-/// The CRC32C of each sector that a put names, the first first.
+/// What the sectors that a put names are verified by: one CRC32C of all of them, one after the other. Older caches have
+/// one of each.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Checks(SmallVec<[u32; 8]>);
+pub(crate) struct Checks(SmallVec<[u32; 1]>);
+
+/// The sectors that are named, the first first.
+fn named(sectors: u8, block: &[u8]) -> impl Iterator<Item = &[u8]> {
+    assert_eq!(block.len(), BLOCK_LEN);
+    block
+        .chunks_exact(SECTOR_LEN)
+        .enumerate()
+        .filter(move |(n, _)| sectors & 1 << n != 0)
+        .map(|(_, sector)| sector)
+}
 
 impl Checks {
     /// Those of these sectors of a block. Panics when it is not 4 KiB.
     pub(crate) fn of(sectors: u8, block: &[u8]) -> Self {
-        assert_eq!(block.len(), BLOCK_LEN);
-        let named = |index: &usize| sectors & 1 << index != 0;
-        Self(
-            (0..8)
-                .filter(named)
-                .map(|n| crc32c::crc32c(&block[n * SECTOR_LEN..(n + 1) * SECTOR_LEN]))
-                .collect(),
-        )
+        Self(smallvec![named(sectors, block).fold(0, crc32c::crc32c_append)])
     }
 
     /// Whether these sectors of a block have them.
     pub(crate) fn matches(&self, sectors: u8, block: &[u8]) -> bool {
-        *self == Self::of(sectors, block)
+        match self.len() {
+            1 => *self == Self::of(sectors, block),
+            _ => named(sectors, block).map(crc32c::crc32c).eq(self.iter()),
+        }
     }
 
     /// How many there are.
@@ -65,8 +72,7 @@ impl Checks {
         self.0.len()
     }
 
-    /// The CRC of each sector that is named.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = u32> {
+    fn iter(&self) -> impl Iterator<Item = u32> {
         self.0.iter().copied()
     }
 }
@@ -151,7 +157,9 @@ mod kind {
 }
 
 const DIRTY: u8 = 1;
-const CHECKED: u8 = 2;
+/// With the CRC of each sector, and with one for all.
+const CHECKED_EACH: u8 = 2;
+const CHECKED: u8 = 4;
 const MAY_FREE: u8 = 1;
 /// The length of a put without checks, and of a drop.
 const BLOCK_ITEM_LEN: usize = 16;
@@ -180,8 +188,12 @@ impl Item {
     fn encode(&self, out: &mut Vec<u8>) {
         match self {
             Self::Put { key, slot, sectors, dirty, checks } => {
-                debug_assert!(checks.as_ref().is_none_or(|c| c.len() == sectors.count_ones() as usize));
-                let flags = if *dirty { DIRTY } else { 0 } | if checks.is_some() { CHECKED } else { 0 };
+                let checked = match checks.as_ref().map(Checks::len) {
+                    None => 0,
+                    Some(1) => CHECKED,
+                    Some(_) => CHECKED_EACH,
+                };
+                let flags = if *dirty { DIRTY } else { 0 } | checked;
                 out.extend([kind::PUT, flags, *sectors, 0]);
                 out.extend(slot.0.to_be_bytes());
                 out.extend(key.bits().to_be_bytes());
@@ -233,16 +245,16 @@ impl Item {
         Some(match head[0] {
             kind::PUT => {
                 let (flags, sectors, slot) = (head[1], head[2], Slot(be32(head, 4)));
-                let is_good =
-                    flags & !(DIRTY | CHECKED) == 0 && sectors != 0 && head[3] == 0 && slot.0 < slots;
+                let is_good = flags & !DIRTY <= CHECKED && sectors != 0 && head[3] == 0 && slot.0 < slots;
                 let key = key_at(8).filter(|_| is_good)?;
-                let checks = if flags & CHECKED != 0 {
-                    let len = sectors.count_ones() as usize * 4;
-                    let crcs = bytes.get(BLOCK_ITEM_LEN..BLOCK_ITEM_LEN + len)?;
-                    Some(Checks(crcs.chunks_exact(4).map(|crc| be32(crc, 0)).collect()))
-                } else {
-                    None
+                let count = match flags & !DIRTY {
+                    CHECKED => 1,
+                    CHECKED_EACH => sectors.count_ones() as usize,
+                    _ => 0,
                 };
+                let crcs = bytes.get(BLOCK_ITEM_LEN..BLOCK_ITEM_LEN + count * 4)?;
+                let checks =
+                    (count > 0).then(|| Checks(crcs.chunks_exact(4).map(|crc| be32(crc, 0)).collect()));
                 Self::Put { key, slot, sectors, dirty: flags & DIRTY != 0, checks }
             }
             kind::DROP if is_zero(1, 8) => Self::Drop { key: key_at(8)? },
@@ -372,7 +384,6 @@ impl Record {
 
 #[cfg(test)]
 mod tests {
-    use smallvec::smallvec;
     use vellum_core::Random;
 
     use super::*;
@@ -404,6 +415,13 @@ mod tests {
                     sectors: 0b101,
                     dirty: false,
                     checks: Some(Checks(smallvec![7, u32::MAX])),
+                },
+                Item::Put {
+                    key: key(7),
+                    slot: Slot(1),
+                    sectors: 0xFF,
+                    dirty: true,
+                    checks: Some(Checks(smallvec![5])),
                 },
                 Item::Drop { key: key(1 << 40) },
             ],
@@ -438,13 +456,17 @@ mod tests {
     fn checks_are_of_the_sectors_that_are_named() {
         let mut block = vec![0; 4096];
         block[512] = 7;
-        let checks = Checks::of(0b110, &block);
-        assert_eq!(checks.len(), 2);
-        assert!(checks.matches(0b110, &block) && !checks.matches(0b11, &block));
-        block[0] = 1;
-        assert!(checks.matches(0b110, &block), "a sector that is not named may be anything");
-        block[1535] = 1;
-        assert!(!checks.matches(0b110, &block));
+        let each = Checks(block.chunks(SECTOR_LEN).skip(1).take(2).map(crc32c::crc32c).collect());
+        for checks in [Checks::of(0b110, &block), each] {
+            let mut block = block.clone();
+            assert!(checks.matches(0b110, &block) && !checks.matches(0b11, &block));
+            block[0] = 1;
+            assert!(checks.matches(0b110, &block), "a sector that is not named may be anything");
+            block[1535] = 1;
+            assert!(!checks.matches(0b110, &block));
+        }
+        assert_eq!(Checks::of(0xFF, &block).len(), 1);
+        assert_eq!(Checks::of(0xFF, &block).iter().next(), Some(crc32c::crc32c(&block)));
     }
 
     fn recoded(change: impl FnOnce(&mut Vec<u8>)) -> Option<Record> {
@@ -465,7 +487,7 @@ mod tests {
             assert!(recoded(|bytes| put64(bytes, what, value)).is_none(), "{what}: {value}");
         }
         for (what, value) in
-            [(at::ITEMS, 9), (at::ITEMS, 11), (at::ITEMS, u32::MAX), (at::ZERO, 1), (at::LENGTH, 8192)]
+            [(at::ITEMS, 10), (at::ITEMS, 12), (at::ITEMS, u32::MAX), (at::ZERO, 1), (at::LENGTH, 8192)]
         {
             assert!(recoded(|bytes| put32(bytes, what, value)).is_none(), "{what}: {value}");
         }

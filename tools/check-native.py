@@ -128,6 +128,11 @@ class Superblock:
         need(named or its_generation == 0, "the generation of no session")
         self.session_counts = named and its_generation == be64(page, 184)
         need(self.session_counts or not self.features >> 8 & 1, "a mark of a flash cache, and no session that counts")
+        self.fast = (0, 0)
+        if be64(page, 48) >> 2 & 1:
+            *self.fast, medium, _, _, length = struct.unpack_from(">QQ16s16sQI", page, 2152)
+            need(medium != bytes(16), "a fast medium without an id")
+            need(self.fast[1] > 0 and length <= 511, "a fast medium without bits of units, or with an impossible name")
         parts = [struct.unpack_from(">QQQ", page, 1296 + 32 * index) for index in range(8)]
         self.parts = parts if self.has_parts else []
         self.generation = be64(page, 184)
@@ -190,11 +195,16 @@ class Superblock:
             self.parts.pop()
         need(bool(self.parts) == self.has_parts, "parts of the table that are none")
         self.check_regions()
+        self.check_fast()
         self.check_parts()
         end = max([self.data_offset] + [self.whole(part)[1] for part in self.parts])
         if not self.is_table and file.is_device:
             end += self.size
         need(file.size >= end, "the file was cut off")
+
+    def check_fast(self):
+        if self.fast[1] > 0:
+            self.text(be32(self.page, 2208), 2216, 511, "name of the fast medium")
 
     def check_pin(self):
         text = self.text(be32(self.page, 1600), 1608, 504, "pin of the base")
@@ -224,7 +234,12 @@ class Superblock:
         ]
         need(self.data_offset % MIB == 0 and MIB <= self.data_offset <= 8 * GIB, "impossible data_offset")
         seen = []
-        for name, (start, length), (least, most) in zip(REGIONS, self.region, bounds):
+        # Bits of units on a fast medium: they come before the journal.
+        bounds.insert(6, (0, 8 * MIB + PAGE if self.is_table else 0))
+        regions = list(self.region)
+        regions.insert(6, tuple(self.fast))
+        names = REGIONS[:6] + ("fast units",) + REGIONS[6:]
+        for name, (start, length), (least, most) in zip(names, regions, bounds):
             least = count(least, PAGE) * PAGE
             further = {"table": 1, "zone table": 2}.get(name)
             total = length + sum(part[further] for part in self.parts if further)

@@ -23,6 +23,7 @@ use vellum_core::{
     Clock, Error, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk, SharedStorage, Storage,
 };
 
+use crate::fast::{FastId, FastMedium, NamedFast, Tiers};
 use crate::handover::Handover;
 use crate::luks::{KeyArea, Secrets};
 use crate::prealloc::Prealloc;
@@ -76,6 +77,9 @@ pub struct OpenOptions {
     /// From where a block that is written in part is completed; what the image has below, when not given. Both read as
     /// the same: a cache does not keep what is read from here.
     pub fills: Option<SharedDisk>,
+    /// The fast medium that may have copies of units of the disk. An image that names it reads them from there. An image
+    /// that is changed without the one it names makes these copies void.
+    pub fast: Option<Arc<FastMedium>>,
     /// From where tables are read, where a cache keeps them; from the image, when not given.
     pub tables: Option<CachedTables>,
 }
@@ -106,6 +110,7 @@ impl Default for OpenOptions {
             without_below: false,
             flash: None,
             fills: None,
+            fast: None,
             tables: None,
         }
     }
@@ -121,6 +126,8 @@ pub struct Opened {
     pub detaching: Option<Arc<dyn Detaching>>,
     /// What ties it to its flash cache, where it is open for writing with one and the image has a place for that.
     pub sessions: Option<Arc<dyn Sessions>>,
+    /// Its copies on a fast medium, where it was opened with the one that it names.
+    pub tier: Option<Arc<dyn Tiers>>,
 }
 
 /// An image that is to be below another one.
@@ -352,6 +359,33 @@ pub trait Format: Sync {
         ready(Ok(None))
     }
 
+    /// Names, in the image, a fast medium that may have copies of units of its disk from now on. The medium has a row for
+    /// it already. Nothing is copied by this. `name` says where the medium is, for people. Durable when it returns.
+    ///
+    /// # Errors
+    /// `Unsupported` where the image has no place for it, and the errors of the image.
+    fn attach_fast<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        _id: FastId,
+        _name: &'a str,
+    ) -> LocalFuture<'a, Result<()>> {
+        let why = format!(
+            "{}: only images of the format vellum can have a fast medium; with others, put the backing image on fast \
+             storage",
+            image.name()
+        );
+        ready(Err(Error::unsupported(why)))
+    }
+
+    /// Names none any more. Whether it did. Durable when it returns.
+    ///
+    /// # Errors
+    /// The errors of the image.
+    fn detach_fast<'a>(&'a self, _image: &'a SharedStorage) -> LocalFuture<'a, Result<bool>> {
+        ready(Ok(false))
+    }
+
     /// Sets whether the image is written with a journal from now on: `None` for none, `Some(None)` for one of
     /// its recorded size, or of the default size if it has none recorded, else the size in bytes. Messages
     /// call the image `name`.
@@ -411,6 +445,16 @@ pub trait Head: Send + Sync {
 
     /// The session with a flash cache that it names.
     fn session(&self) -> Option<Session> {
+        None
+    }
+
+    /// Its UUID, where it has one.
+    fn uuid(&self) -> Option<[u8; 16]> {
+        None
+    }
+
+    /// The fast medium that it names.
+    fn fast(&self) -> Option<NamedFast> {
         None
     }
 

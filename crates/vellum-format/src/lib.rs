@@ -51,6 +51,7 @@ mod claims;
 pub mod commit;
 mod engine;
 mod epochs;
+pub mod fast;
 pub mod foreign;
 mod foreign_format;
 mod formats;

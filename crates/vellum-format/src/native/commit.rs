@@ -128,6 +128,9 @@ impl Native {
             let mut superblocks = self.superblocks.lock().await;
             let before = superblocks.clone();
             superblocks.superblock.draw_generation(self.flash);
+            if self.keeps_fast() {
+                superblocks.superblock.renew_fast();
+            }
             superblocks.superblock.key = Some(key);
             let written = superblocks.write(&*self.metadata).await;
             let generation = superblocks.superblock.generation;
@@ -278,6 +281,7 @@ impl Map for Native {
             drop(units.giving.lock().await); // a running preparation ends, and no other begins
         }
         self.end_compaction().await;
+        self.end_promoting().await;
         self.record_all().await?;
         self.keep_filled().await?;
         self.commit().await?;

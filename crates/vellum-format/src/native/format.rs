@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicBool;
 use vellum_core::pin::Pin;
 use vellum_core::{BlockSize, Context, Disk, Error, LocalFuture, Result, SharedDisk, SharedStorage, Storage};
 
+use super::attach_fast::{attach_fast, detach_fast};
 use super::check::check;
 use super::detach::detach;
 use super::geometry::Region;
@@ -15,6 +16,7 @@ use super::recover::recover;
 use super::session::put_session;
 use super::superblock::{Base, Superblocks, VERSION};
 use super::{resize, snapshots};
+use crate::fast::{FastId, NamedFast, Tiers};
 use crate::handover::{Handover, may_change};
 use crate::image::{
     Fact, Files, Format, Head, NewBacking, OpenOptions as Options, Opened, Snapshot, SnapshotSupport,
@@ -35,7 +37,8 @@ fn alone() -> OpenOptions {
 
 fn opened(native: Arc<Native>) -> Opened {
     let sessions = native.is_tied().then(|| native.clone() as Arc<dyn Sessions>);
-    Opened { disk: native.clone(), snapshots: Some(native.clone()), detaching: Some(native), sessions }
+    let tier = native.has_fast().then(|| native.clone() as Arc<dyn Tiers>);
+    Opened { disk: native.clone(), snapshots: Some(native.clone()), detaching: Some(native), sessions, tier }
 }
 
 impl Format for NativeFormat {
@@ -165,6 +168,25 @@ impl Format for NativeFormat {
         })
     }
 
+    fn attach_fast<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        id: FastId,
+        name: &'a str,
+    ) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move {
+            changeable(image).await?;
+            attach_fast(image, id, name).await
+        })
+    }
+
+    fn detach_fast<'a>(&'a self, image: &'a SharedStorage) -> LocalFuture<'a, Result<bool>> {
+        Box::pin(async move {
+            changeable(image).await?;
+            detach_fast(image).await
+        })
+    }
+
     fn set_journal<'a>(
         &'a self,
         _image: &'a SharedStorage,
@@ -284,6 +306,14 @@ impl Head for Superblocks {
         Ok(())
     }
 
+    fn uuid(&self) -> Option<[u8; 16]> {
+        Some(self.superblock.uuid())
+    }
+
+    fn fast(&self) -> Option<NamedFast> {
+        self.superblock.fast()
+    }
+
     fn was_left_open(&self) -> bool {
         self.superblock.needs_replay()
     }
@@ -306,6 +336,7 @@ impl Head for Superblocks {
             clock: options.clock,
             flash: options.flash,
             fills: options.fills,
+            fast: options.fast,
             tables: options.tables,
             without_base: options.without_below,
             ..OpenOptions::default()
@@ -370,7 +401,15 @@ fn facts(superblocks: &Superblocks) -> Vec<(&'static str, Fact)> {
     }
     facts.extend(superblock.handover.map(|handover| ("migration", handover.into())));
     facts.extend(superblock.session().map(|session| ("flash", session.into())));
+    facts.extend(superblock.fast().map(|fast| ("fast", fast_facts(fast))));
     facts
+}
+
+fn fast_facts(fast: NamedFast) -> Fact {
+    let mut facts: Vec<(&'static str, Fact)> =
+        vec![("id", fast.id.to_string().into()), ("name", fast.name.into())];
+    facts.push(("counts", fast.counts.into()));
+    Fact::Group(facts)
 }
 
 fn uuid(bytes: [u8; 16]) -> String {

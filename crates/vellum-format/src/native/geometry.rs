@@ -59,6 +59,8 @@ const UNIT_BITS: u32 = 27;
 pub const ZONES_BYTES_MAX: u64 = 64 << 20;
 /// Enough for 2^26 units.
 pub const TABLE_BYTES_MAX: u64 = 256 << 20;
+/// A word, and a bit for each of 2^26 units.
+pub const FAST_BYTES_MAX: u64 = (8 << 20) + PAGE_LEN;
 /// Regions end here at the latest, far behind the largest ones. Each page of home takes a pointer in memory.
 const HOME_END_MAX: u64 = 8 << 30;
 /// The largest disk, in bytes.
@@ -120,14 +122,24 @@ pub enum Region {
     Snapshots,
     /// 256 bytes per zone.
     Zones,
+    /// The sequence of the last promotion, then one bit per unit that a fast medium has.
+    Fast,
     /// The ring of records.
     Journal,
 }
 
 impl Region {
     /// All regions.
-    pub const ALL: [Self; 7] =
-        [Self::Bitmap, Self::Masks, Self::Table, Self::Partials, Self::Snapshots, Self::Zones, Self::Journal];
+    pub const ALL: [Self; 8] = [
+        Self::Bitmap,
+        Self::Masks,
+        Self::Table,
+        Self::Partials,
+        Self::Snapshots,
+        Self::Zones,
+        Self::Fast,
+        Self::Journal,
+    ];
 
     /// Its name.
     pub fn name(self) -> &'static str {
@@ -138,6 +150,7 @@ impl Region {
             Self::Partials => "partial units",
             Self::Snapshots => "snapshot list",
             Self::Zones => "zone table",
+            Self::Fast => "bits of units on a fast medium",
             Self::Journal => "journal",
         }
     }
@@ -197,7 +210,7 @@ impl Shape {
             Region::Snapshots if is_table => SNAPSHOTS * SNAPSHOT_LEN,
             Region::Zones if self.zone().is_some() => ZONE_LEN,
             Region::Journal if self.needs_journal() => JOURNAL_BYTES_MIN,
-            Region::Partials | Region::Snapshots | Region::Zones | Region::Journal => 0,
+            Region::Partials | Region::Snapshots | Region::Zones | Region::Fast | Region::Journal => 0,
         };
         bytes.next_multiple_of(PAGE_LEN)
     }
@@ -222,7 +235,13 @@ impl Shape {
             Region::Table if self.layout.has_table() => TABLE_BYTES_MAX,
             Region::Zones if self.zone().is_some() => ZONES_BYTES_MAX,
             Region::Journal if self.needs_journal() => JOURNAL_BYTES_MAX,
-            Region::Bitmap | Region::Masks | Region::Table | Region::Zones | Region::Journal => 0,
+            Region::Fast if self.layout.has_table() => FAST_BYTES_MAX,
+            Region::Bitmap
+            | Region::Masks
+            | Region::Table
+            | Region::Zones
+            | Region::Fast
+            | Region::Journal => 0,
             Region::Partials | Region::Snapshots => self.need(region),
         }
     }
@@ -305,7 +324,7 @@ impl Bits {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Places {
     pub(crate) shape: Shape,
-    regions: [ImageSpan; 7],
+    regions: [ImageSpan; 8],
     data_offset: ImageOffset,
     pub(super) parts: Parts,
 }
@@ -350,7 +369,7 @@ impl Places {
     /// `Corrupt` when they are impossible.
     pub fn checked(
         shape: Shape,
-        regions: [ImageSpan; 7],
+        regions: [ImageSpan; 8],
         data_offset: ImageOffset,
         parts: Parts,
     ) -> Result<Self> {
@@ -419,7 +438,7 @@ impl Places {
         self.regions[region as usize]
     }
 
-    pub(super) fn regions(&self) -> [ImageSpan; 7] {
+    pub(super) fn regions(&self) -> [ImageSpan; 8] {
         self.regions
     }
 
@@ -590,7 +609,7 @@ impl Places {
 
 /// Item `index` of `width` bits. Items are counted from the least significant bit of each byte; words are
 /// big-endian.
-fn bits(region: ImageSpan, index: u64, width: u32) -> Bits {
+pub(super) fn bits(region: ImageSpan, index: u64, width: u32) -> Bits {
     let bit = index * u64::from(width);
     let byte_in_word = bit / 8 % 8;
     let shift = (7 - byte_in_word) * 8 + bit % 8;
@@ -657,7 +676,8 @@ mod tests {
             ("zoned", shape(1 << 30, zoned(16, 26), None), MIB, [0, 0, 121, 2, 128, 3, 256], 2),
         ] {
             let places = Places::plan(shape, journal).unwrap();
-            let pages = Region::ALL.map(|region| places.region(region).len() / 4096);
+            let mut regions = Region::ALL.into_iter().filter(|region| *region != Region::Fast);
+            let pages = want.map(|_| places.region(regions.next().expect("seven")).len() / 4096);
             assert_eq!((pages, places.data_offset().bytes() / MIB), (want, data), "{name}");
             let mut at = HOME_START;
             for region in Region::ALL.into_iter().filter(|region| !places.region(*region).is_empty()) {

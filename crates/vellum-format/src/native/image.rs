@@ -22,7 +22,7 @@
 //!    list of freed units.
 
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use vellum_core::{BlockSize, Error, GuestOffset, GuestSpan, ImageOffset, Result, SharedDisk, SharedStorage};
 
@@ -33,6 +33,7 @@ use super::in_use::InUse;
 use super::snapshots::still::Still;
 use super::snapshots::views::Views;
 use super::superblock::Superblocks;
+use super::tier_state::Tier;
 use super::units::Units;
 use super::zone_state::Zones;
 use crate::engine::Engine;
@@ -87,6 +88,10 @@ pub struct Native {
     pub(super) in_use: InUse,
     /// The flash cache that it is open with.
     pub(super) flash: Option<CacheId>,
+    /// The fast medium that has copies of units. Set before the image is used, if at all.
+    pub(super) tier: OnceLock<Tier>,
+    /// Why there is none, although one was given.
+    pub(super) tier_trouble: OnceLock<Error>,
     /// In `linear`: blocks that the image has although their bits say that it has not.
     pub(super) filled: FilledBlocks,
     /// What was left in the image, as counted when it was last made ready to stand alone; `u64::MAX`: it was not.

@@ -21,6 +21,7 @@
 //! | `read`, `write` with `publish`, `zero` | requests |
 //! | `commit` with `in_use` | how the journal begins, what a transaction holds, what the engine needs |
 //! | `session` | which flash cache holds writes of an open image |
+//! | `tier` with `tier_state`, `attach_fast`, `fast_places` | which units a fast medium has copies of |
 //! | `resize` | another size for the disk |
 //! | [`unfinished`] | what an interrupted change of several steps leaves, and what opening does about it |
 //! | [`snapshots`] | views of the disk that no longer change |
@@ -34,6 +35,7 @@
 
 mod ahead;
 mod allocate;
+mod attach_fast;
 pub mod check;
 mod commit;
 mod compact;
@@ -41,6 +43,7 @@ pub mod create;
 mod detach;
 pub mod embed;
 mod embedded_alloc;
+mod fast_places;
 mod fill;
 mod fill_linear;
 mod filled;
@@ -61,6 +64,8 @@ mod session;
 pub mod snapshots;
 pub mod superblock;
 mod table_places;
+mod tier;
+mod tier_state;
 pub mod unfinished;
 mod units;
 mod write;

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use roaring::RoaringBitmap;
@@ -26,6 +26,7 @@ use super::unfinished::{self, Found, Then};
 use super::units::Units;
 use super::zone_state::Zones;
 use crate::engine::{Close as _, Commit as _, Engine};
+use crate::fast::FastMedium;
 use crate::image::CachedTables;
 use crate::journal::{Journal, Overlaid};
 use crate::prealloc::{Need, Prealloc};
@@ -56,6 +57,8 @@ pub struct OpenOptions {
     /// From where a block that is written in part is completed; what the image has below, when not given. Both read as
     /// the same: a cache does not keep what is read from here.
     pub fills: Option<SharedDisk>,
+    /// The fast medium that may have copies of units. Where the image names another one or none, it is not used.
+    pub fast: Option<Arc<FastMedium>>,
     /// From where tables are read, where a cache keeps them; from the image, when not given.
     pub tables: Option<CachedTables>,
 }
@@ -77,7 +80,7 @@ impl Native {
         for _ in 0..=unfinished::ROWS.len() {
             let opened = Self::open_inner(image.clone(), below.clone(), options.clone()).await;
             let (native, found) = match opened.context(context)? {
-                Opened::Whole(native) => return Ok(native),
+                Opened::Whole(native) => return Ok(native.with_fast(options.fast.as_ref()).await),
                 Opened::Unfinished(native, found) => (native, found),
             };
             let metadata = Tallied::shared(image.clone(), options.tally.metadata.clone());
@@ -85,7 +88,10 @@ impl Native {
             match Self::finish_found(&metadata, found, native, options.journal_key).await.context(context)? {
                 // The places and the size may have changed, and there may be more to finish.
                 Then::Replay | Then::Clear | Then::Revert => {}
-                Then::Delete => return Ok(goes_on.expect("found in an image that was opened")),
+                Then::Delete => {
+                    let native = goes_on.expect("found in an image that was opened");
+                    return Ok(native.with_fast(options.fast.as_ref()).await);
+                }
             }
         }
         Err(Error::corrupt("an unfinished change cannot be completed: run `vellum check`").context(context()))
@@ -176,6 +182,8 @@ impl Native {
             journal,
             in_use: InUse::new(voids_alone),
             flash: options.flash,
+            tier: OnceLock::new(),
+            tier_trouble: OnceLock::new(),
             filled: Default::default(),
             ready_alone: AtomicU64::new(u64::MAX),
             open_bytes: AtomicU64::new(0),
@@ -406,7 +414,11 @@ impl Disk for Native {
     fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
         Box::pin(async move {
             let span = self.engine.check(GuestSpan::checked(at, buffer.len() as u64))?;
-            self.read_span(span, buffer).await
+            // Boxed, so that the future of a read without a tier is small.
+            match self.tier.get() {
+                None => self.read_span(span, buffer).await,
+                Some(tier) => Box::pin(self.read_tiered(tier, span, buffer)).await,
+            }
         })
     }
 
@@ -414,7 +426,12 @@ impl Disk for Native {
         Box::pin(async move {
             let span = self.engine.check_change(GuestSpan::checked(at, data.len() as u64))?;
             self.give_back_if_due().await?;
+            let unpromoted = match self.tier.get() {
+                None => None,
+                Some(tier) => Some(Box::pin(self.before_change(tier, span)).await?),
+            };
             self.write_span(span, data).await?;
+            drop(unpromoted);
             if flags.fua { self.make_durable().await } else { Ok(()) }
         })
     }
@@ -430,7 +447,12 @@ impl Disk for Native {
         Box::pin(async move {
             let span = self.engine.check_change(Some(span))?;
             self.give_back_if_due().await?;
+            let unpromoted = match self.tier.get() {
+                None => None,
+                Some(tier) => Some(Box::pin(self.before_change(tier, span)).await?),
+            };
             self.zero_span(span, flags).await?;
+            drop(unpromoted);
             if flags.fua { self.make_durable().await } else { Ok(()) }
         })
     }
@@ -439,7 +461,12 @@ impl Disk for Native {
         Box::pin(async move {
             let span = self.engine.check_change(Some(span))?;
             self.give_back_if_due().await?;
+            let unpromoted = match self.tier.get() {
+                None => None,
+                Some(tier) => Some(Box::pin(self.before_change(tier, span)).await?),
+            };
             self.discard_span(span).await?;
+            drop(unpromoted);
             if flags.fua { self.make_durable().await } else { Ok(()) }
         })
     }
@@ -474,6 +501,10 @@ impl Disk for Native {
     }
 
     fn close(&self) -> LocalFuture<'_, Result<()>> {
-        Box::pin(self.close_image())
+        Box::pin(async move {
+            let closed = self.close_image().await;
+            self.let_go_of_fast();
+            closed
+        })
     }
 }

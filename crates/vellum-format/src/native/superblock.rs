@@ -14,10 +14,10 @@
 //!  ├──────────────────────────────────────┼────────┼─────────────────────┼────────┼────────┼──────┼────────┼──────
 //!  │ eight parts: at, table len, zones len│        │ state, zero, number │        │ pin len│ zero │  pin   │
 //!  └──────────────────────────────────────┴────────┴─────────────────────┴────────┴────────┴──────┴────────┴──────
-//!  2112                                               2152
-//!  ├──────────────────────────────────────────────────┼──────
-//!  │ session: id of the cache, number, its generation │
-//!  └──────────────────────────────────────────────────┴──────
+//!  2112                                               2152             2168                           2208 2212 2216
+//!  ├──────────────────────────────────────────────────┼────────────────┼──────────────────────────────┼────┼────┼──────
+//!  │ session: id of the cache, number, its generation │ fast: at, len  │ id of the medium, number, gen│ len│zero│ name
+//!  └──────────────────────────────────────────────────┴────────────────┴──────────────────────────────┴────┴────┴──────
 //! ```
 //!
 //! 1. [`Superblock::parse`] is the only way in. After it no region exceeds its limits or overlaps another
@@ -45,7 +45,13 @@ pub(crate) const VERSION: u32 = 1;
 /// Bytes of one copy.
 pub(crate) const SUPERBLOCK_LEN: usize = 4096;
 
+mod fast;
+
+use fast::Fast;
+
 mod field {
+    use crate::fast::FAST_NAME_MAX;
+
     pub(super) const CRC: usize = 8;
     pub(super) const VERSION: usize = 12;
     pub(super) const SEQUENCE: usize = 16;
@@ -77,6 +83,14 @@ mod field {
     /// Id of the cache, number, generation.
     pub(super) const SESSION: usize = 2112;
     pub(super) const SESSION_GENERATION: usize = SESSION + 32;
+    /// Offset and length of the region with bits of units that a fast medium has.
+    pub(super) const FAST: usize = 2152;
+    pub(super) const FAST_ID: usize = 2168;
+    pub(super) const FAST_NUMBER: usize = 2184;
+    pub(super) const FAST_GENERATION: usize = 2200;
+    pub(super) const FAST_NAME_LEN: usize = 2208;
+    pub(super) const FAST_NAME: usize = 2216;
+    pub(super) const FAST_END: usize = FAST_NAME + FAST_NAME_MAX;
 }
 
 /// Longest name of a base, in bytes.
@@ -105,6 +119,8 @@ mod incompatible {
 mod compatible {
     pub(super) const COPY_ON_READ: u64 = 1 << 0;
     pub(super) const PREFETCH: u64 = 1 << 1;
+    /// A fast medium has copies of units.
+    pub(super) const FAST: u64 = 1 << 2;
 }
 
 /// Bits of the byte of switches.
@@ -120,6 +136,7 @@ fn place_of(region: Region) -> usize {
         Region::Snapshots => 4,
         Region::Journal => 5,
         Region::Zones => return field::ZONES,
+        Region::Fast => return field::FAST,
     };
     field::REGIONS + 16 * index
 }
@@ -226,6 +243,8 @@ pub struct Superblock {
     session: Option<Session>,
     /// The generation in which it counts.
     session_generation: u64,
+    /// The fast medium that it names.
+    fast: Option<Fast>,
 }
 
 impl Superblock {
@@ -251,6 +270,7 @@ impl Superblock {
             handover: None,
             session: None,
             session_generation: 0,
+            fast: None,
         })
     }
 
@@ -275,9 +295,15 @@ impl Superblock {
         refuse_unknown_features(features)?;
         let shape = shape(&*page, features)?;
         shape.check().map_err(|error| error.with_kind(vellum_core::ErrorKind::Corrupt))?;
-        let mut regions = [ImageOffset::ZERO.span(0); 7];
+        let mut regions = [ImageOffset::ZERO.span(0); 8];
+        let has_fast = be64(&*page, field::COMPATIBLE) & compatible::FAST != 0;
         let has_zones = shape.zone().is_some();
-        for region in Region::ALL.into_iter().filter(|region| has_zones || *region != Region::Zones) {
+        let is_there = |region: &Region| match region {
+            Region::Zones => has_zones,
+            Region::Fast => has_fast,
+            _ => true,
+        };
+        for region in Region::ALL.into_iter().filter(is_there) {
             let at = place_of(region);
             let span =
                 vellum_core::ImageSpan::checked(ImageOffset::new(be64(&*page, at)), be64(&*page, at + 8));
@@ -300,6 +326,10 @@ impl Superblock {
             Some(_) => pin(&*page)?,
         };
         let key = u128::from(be64(&*page, field::KEY)) << 64 | u128::from(be64(&*page, field::KEY + 8));
+        let fast = if has_fast { Some(Fast::parse(&*page)?) } else { None };
+        if has_fast && places.region(Region::Fast).is_empty() {
+            return Err(Error::corrupt("it names a fast medium, and has no bits of units there"));
+        }
         let superblock = Self {
             sequence: be64(&*page, field::SEQUENCE),
             uuid: page[field::UUID..field::UUID + 16].try_into().expect("sixteen bytes"),
@@ -322,6 +352,7 @@ impl Superblock {
                 features & incompatible::HOLDS_WRITES != 0,
             )?,
             session_generation: be64(&*page, field::SESSION_GENERATION),
+            fast,
             page: Page(page),
         };
         if (features & incompatible::SESSION != 0) != superblock.counts_without_journal() {
@@ -406,7 +437,9 @@ impl Superblock {
         put64(bytes, field::SEQUENCE, self.sequence);
         bytes[field::UUID..field::UUID + 16].copy_from_slice(&self.uuid);
         put64(bytes, field::INCOMPATIBLE, features);
-        let others = be64(bytes, field::COMPATIBLE) & !(compatible::COPY_ON_READ | compatible::PREFETCH);
+        let ours = compatible::COPY_ON_READ | compatible::PREFETCH | compatible::FAST;
+        let others = be64(bytes, field::COMPATIBLE) & !ours;
+        let others = if self.fast.is_some() { others | compatible::FAST } else { others };
         let wish = if self.base.is_some() { self.wish } else { Wish::default() };
         let wished = wish.bits(compatible::COPY_ON_READ, compatible::PREFETCH);
         put64(bytes, field::COMPATIBLE, others | wished);
@@ -422,8 +455,8 @@ impl Superblock {
         put64(bytes, field::BASE_BYTES, base_bytes.unwrap_or(0));
         for region in Region::ALL {
             let span = self.places.region(region);
-            if region == Region::Zones && span.is_empty() {
-                continue; // an image without zones leaves these bytes as they are
+            if matches!(region, Region::Zones | Region::Fast) && span.is_empty() {
+                continue; // an image without them leaves these bytes as they are
             }
             put64(bytes, place_of(region), span.start().bytes());
             put64(bytes, place_of(region) + 8, span.len());
@@ -451,6 +484,9 @@ impl Superblock {
         bytes[field::SESSION..field::SESSION + Session::BYTES]
             .copy_from_slice(&session.map_or([0; Session::BYTES], Session::encode));
         put64(bytes, field::SESSION_GENERATION, session.map_or(0, |_| self.session_generation));
+        if let Some(fast) = &self.fast {
+            fast.encode(bytes);
+        }
         put32(bytes, field::CRC, 0);
         let crc = crc32c::crc32c(bytes);
         put32(bytes, field::CRC, crc);

@@ -270,7 +270,7 @@ impl Head for Header {
             let cipher = encrypted::unlock(self, &files.image, &options).await?;
             let disk = Qcow2::open(self.clone(), files, with_cipher(options, cipher)).await?;
             let sessions = disk.is_tied().then(|| disk.clone() as Arc<dyn Sessions>);
-            Ok(Opened { disk, snapshots: None, detaching: None, sessions })
+            Ok(Opened { disk, snapshots: None, detaching: None, sessions, tier: None })
         })
     }
 

@@ -9,8 +9,9 @@ use std::sync::Arc;
 
 use futures_lite::future::block_on;
 use vellum_core::pin::Pin;
-use vellum_core::{Buffer, Disk, GuestOffset, MemoryStorage, SharedStorage, WriteFlags};
+use vellum_core::{Buffer, Disk, GuestOffset, MemoryStorage, Random, SharedStorage, WriteFlags};
 use vellum_format::FormatKind;
+use vellum_format::fast::{FastId, FastMedium, NewRow, Promotion, Reason, Tiers, create as create_fast};
 use vellum_format::handover::{Handover, MoveNumber};
 use vellum_format::image::Head;
 use vellum_format::native::snapshots::snapshots;
@@ -77,7 +78,45 @@ fn images() -> Vec<(String, Vec<u8>)> {
         let (image, _) = snapped(&options, seed);
         images.push((format!("{name}-cloned"), cloned(&image).content().to_vec()));
     }
+    for (seed, (name, options)) in
+        (121..).zip(kinds()).filter(|(_, (name, _))| ["table", "zoned-base"].contains(name))
+    {
+        let (image, _) = used(&options, seed, 40, true);
+        images.push((format!("{name}-fast"), with_fast(&image, true)));
+        let (image, _) = used(&options, seed, 40, true);
+        images.push((format!("{name}-fast-not-closed"), with_fast(&image, false)));
+    }
     images
+}
+
+fn fast_id() -> FastId {
+    FastId::new(*b"golden fast one!").expect("it is not zero")
+}
+
+/// The image, with all of its units on a fast medium but one, which was written since.
+fn with_fast(image: &Arc<MemoryStorage>, closes: bool) -> Vec<u8> {
+    block_on(async {
+        let shared: SharedStorage = image.clone();
+        let fast: SharedStorage = MemoryStorage::new("fast");
+        create_fast(&fast, 64 << 20, fast_id()).await.expect("it is made");
+        let medium = FastMedium::open(fast, Random::from_seed(1)).await.expect("it opens");
+        let uuid = FormatKind::Native.format().read(&*shared).await.expect("a superblock").uuid();
+        let row = NewRow { uuid: uuid.expect("it has one"), budget: u64::MAX, name: "golden".to_owned() };
+        medium.attach(row).await.expect("it has room");
+        FormatKind::Native.format().attach_fast(&shared, fast_id(), "/fast").await.expect("it has room, too");
+        let options = OpenOptions { fast: Some(medium), ..OpenOptions::default() };
+        let disk = open_with(image, options).await.expect("a sound image");
+        let size = disk.geometry().size;
+        let ranges = vec![GuestOffset::ZERO.span(size)];
+        let promotion = Promotion { ranges, reason: Reason::Asked, copies_base: true };
+        assert!(disk.promote(promotion).await.expect("it is promoted").units > 1);
+        let data = Buffer::copy_of(&[0xFA; 8192]);
+        disk.write(GuestOffset::ZERO, data, WriteFlags::FUA).await.expect("written");
+        if closes {
+            disk.close().await.expect("closed");
+        }
+    });
+    image.content().to_vec()
 }
 
 fn session(name: &str) -> Option<Session> {
@@ -162,6 +201,9 @@ fn golden_images_open_for_ever() {
         let moved = Some(Handover::Moved(number())).filter(|_| name.ends_with("-moved"));
         assert_eq!(recorded.handover(), moved, "{name}");
         assert_eq!(Head::session(&recorded), session(name), "{name}");
+        let fast = Head::fast(&recorded).map(|fast| (fast.id, fast.counts));
+        let expected = name.contains("-fast").then(|| (fast_id(), true));
+        assert_eq!(fast, expected, "{name}");
         let pin = recorded.superblock.pin().map(ToString::to_string);
         assert_eq!(pin.as_deref(), Some(PIN).filter(|_| name.ends_with("-pinned")), "{name}");
         if snapshot.is_some() {

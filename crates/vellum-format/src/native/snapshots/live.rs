@@ -13,8 +13,8 @@
 //! 4. A write that was in flight when the snapshot was made may be in it or not. The first read waits for
 //!    such writes and makes them durable, so that no reader sees both states.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use vellum_core::{Buffer, Error, ErrorKind, Geometry, ImageOffset, ImageSpan, Result};
 
@@ -83,6 +83,8 @@ impl Native {
             journal: None,
             in_use: InUse::new(false),
             flash: None,
+            tier: OnceLock::new(),
+            tier_trouble: OnceLock::new(),
             filled: Default::default(),
             ready_alone: AtomicU64::new(u64::MAX),
             open_bytes: AtomicU64::new(0),

@@ -1,0 +1,670 @@
+//! An open fast medium: whose slots are whose, in memory, and the few writes that it ever gets.
+//!
+//! ```text
+//!   promotion   take slots ► copies ► entries ► flush                       then the image sets its bits
+//!   session     row: the new number beside the image's ► flush              then the image names it
+//!               row: only the newest counts ► flush                         before the first entry of the opening
+//! ```
+//!
+//! 1. One process has the medium open, and in it one image each row.
+//! 2. After a write or a flush has failed, nothing is written any more until it is opened again. Reads go on.
+//! 3. A slot that is free keeps its entry, on the medium and here, until another promotion takes the slot.
+//! 4. Entries of one sector are written together, from memory, one write of the tables at a time.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use roaring::RoaringBitmap;
+use vellum_core::{
+    Buffer, Context, Error, ErrorKind, ImageOffset, LocalFuture, Random, Result, SharedStorage, try_join_all,
+};
+
+use super::layout::{
+    ENTRIES_TOGETHER, ENTRY_LEN, Entry, FastId, Layout, NAME_MAX, ROW_LEN, ROWS, Reason, Row, SLOT_BYTES,
+    SLOT_LEN, SUPER_LEN, encode_super, parse_super,
+};
+use crate::hash::HashMap;
+use crate::session::SessionNumber;
+use crate::state::lock;
+use crate::truth::reconcile;
+
+/// The table is read in pieces of this many bytes, a multiple of an entry.
+const READ_AT_ONCE: u64 = 1 << 20;
+
+/// A disk that is to have a row.
+#[derive(Debug, Clone)]
+pub struct NewRow {
+    /// The UUID of its image.
+    pub uuid: [u8; 16],
+    /// Its copies take at most this many bytes.
+    pub budget: u64,
+    /// The image's name, for people. At most 255 bytes of it are kept.
+    pub name: String,
+}
+
+/// What there is to know about a row.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RowFacts {
+    /// The UUID of the disk's image.
+    pub uuid: [u8; 16],
+    /// The image's name when it was attached.
+    pub name: String,
+    /// Its copies take at most this many bytes.
+    pub budget: u64,
+    /// They take this many, as far as is known: those of a disk that is not open may count for nothing.
+    pub used: u64,
+    /// Whether the disk is open in this process.
+    pub is_open: bool,
+}
+
+/// What was done to the medium since it was opened.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct FastCounts {
+    /// Bytes of copies that were written.
+    pub copied_bytes: u64,
+    /// Bytes of rows and entries that were written.
+    pub table_bytes: u64,
+    /// Flushes.
+    pub flushes: u64,
+    /// Reads of copies.
+    pub reads: u64,
+    /// Their bytes.
+    pub read_bytes: u64,
+    /// Reads of copies that failed.
+    pub read_errors: u64,
+}
+
+#[derive(Default)]
+struct Tally {
+    copied_bytes: AtomicU64,
+    table_bytes: AtomicU64,
+    flushes: AtomicU64,
+    reads: AtomicU64,
+    read_bytes: AtomicU64,
+    read_errors: AtomicU64,
+}
+
+fn count(number: &AtomicU64, by: u64) {
+    number.fetch_add(by, Ordering::Relaxed);
+}
+
+/// A part of a unit that the medium has, and where.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Part {
+    pub(crate) unit: u64,
+    pub(crate) part: u16,
+    pub(crate) slot: u32,
+    pub(crate) sequence: u64,
+    pub(crate) reason: Reason,
+}
+
+struct State {
+    rows: Vec<Option<Row>>,
+    /// By row: whether an image of this process has it.
+    open: Vec<bool>,
+    /// By row.
+    used: Vec<u32>,
+    /// By slot: what was written there last.
+    entries: Vec<Option<Entry>>,
+    free: RoaringBitmap,
+    /// The highest of all entries.
+    sequence: u64,
+    random: Random,
+    failed: Option<Error>,
+}
+
+/// An open fast medium.
+pub struct FastMedium {
+    storage: SharedStorage,
+    id: FastId,
+    layout: Layout,
+    state: Mutex<State>,
+    /// Held while rows or entries are written.
+    tables: async_lock::Mutex<()>,
+    tally: Tally,
+}
+
+impl std::fmt::Debug for FastMedium {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("FastMedium").field("id", &self.id).finish_non_exhaustive()
+    }
+}
+
+/// Makes a fast medium of this many bytes of a storage. What was there is lost.
+///
+/// # Errors
+/// `Invalid` where the bytes are too few, `NoSpace` where a device has fewer, and the errors of the storage.
+pub async fn create(storage: &SharedStorage, bytes: u64, id: FastId) -> Result<()> {
+    let context = || format!("can't make a fast medium of {}", storage.name());
+    let layout = Layout::for_size(bytes).context(context)?;
+    let tables = ImageOffset::ZERO.span(layout.data_at());
+    let made = async {
+        match storage.limits().fixed_len {
+            true if storage.len() < layout.total_bytes() => {
+                let why = format!("it has {} bytes, and {bytes} are asked for", storage.len());
+                return Err(Error::new(ErrorKind::NoSpace, why));
+            }
+            true => storage.write_zeroes(tables, vellum_core::Zeroes::Allocated).await?,
+            false => {
+                storage.set_len(0).await?;
+                storage.set_len(layout.total_bytes()).await?;
+            }
+        }
+        storage.flush().await?;
+        for at in [0, SUPER_LEN as u64] {
+            storage.write(ImageOffset::new(at), Buffer::copy_of(&encode_super(id, layout))).await?;
+        }
+        storage.flush().await // commit point
+    };
+    made.await.context(context)
+}
+
+impl FastMedium {
+    /// Opens it. `random` gives the numbers of sessions.
+    ///
+    /// # Errors
+    /// `Invalid` when it is none, `Corrupt` and `Unsupported` as for images, and the errors of the storage.
+    pub async fn open(storage: SharedStorage, random: Random) -> Result<Arc<Self>> {
+        let name = storage.name().to_owned();
+        let context = || format!("{name} is not usable as a fast medium");
+        let (id, layout) = read_super(&storage).await.context(context)?;
+        // After a failed flush a host may show what the medium has not.
+        reconcile(&*storage, ImageOffset::ZERO.span(layout.data_at())).await.context(context)?;
+        let rows = storage.read(Layout::rows().start(), Buffer::for_overwrite(ROW_LEN * ROWS as usize)).await;
+        let rows = rows.context(context)?.to_vec();
+        let rows: Vec<Option<Row>> =
+            (0..).zip(rows.chunks(ROW_LEN)).map(|(row, bytes)| Row::parse(row, bytes)).collect();
+        let mut state = State {
+            open: vec![false; rows.len()],
+            used: vec![0; rows.len()],
+            rows,
+            entries: Vec::with_capacity(layout.slots as usize),
+            free: RoaringBitmap::new(),
+            sequence: 0,
+            random,
+            failed: None,
+        };
+        read_entries(&storage, layout, &mut state).await.context(context)?;
+        state.take_stock();
+        Ok(Arc::new(Self {
+            storage,
+            id,
+            layout,
+            state: Mutex::new(state),
+            tables: async_lock::Mutex::default(),
+            tally: Tally::default(),
+        }))
+    }
+
+    /// Its id, which images name.
+    pub fn id(&self) -> FastId {
+        self.id
+    }
+
+    /// Its name in messages.
+    pub fn name(&self) -> &str {
+        self.storage.name()
+    }
+
+    /// How many bytes of copies it has room for.
+    pub fn room_bytes(&self) -> u64 {
+        u64::from(self.layout.slots) * SLOT_BYTES
+    }
+
+    /// How many of those are free.
+    pub fn free_bytes(&self) -> u64 {
+        lock(&self.state).free.len() * SLOT_BYTES
+    }
+
+    /// What was done to it.
+    pub fn counts(&self) -> FastCounts {
+        let get = |number: &AtomicU64| number.load(Ordering::Relaxed);
+        let Tally { copied_bytes, table_bytes, flushes, reads, read_bytes, read_errors } = &self.tally;
+        FastCounts {
+            copied_bytes: get(copied_bytes),
+            table_bytes: get(table_bytes),
+            flushes: get(flushes),
+            reads: get(reads),
+            read_bytes: get(read_bytes),
+            read_errors: get(read_errors),
+        }
+    }
+
+    /// Why nothing can be promoted to it any more, if that is so.
+    pub fn trouble(&self) -> Option<Error> {
+        lock(&self.state).failed.clone()
+    }
+
+    /// Its rows.
+    pub fn rows(&self) -> Vec<RowFacts> {
+        let state = lock(&self.state);
+        let facts = state.rows.iter().enumerate().filter_map(|(index, row)| {
+            let row = row.as_ref()?;
+            Some(RowFacts {
+                uuid: row.uuid,
+                name: row.name.clone(),
+                budget: row.budget,
+                used: u64::from(state.used[index]) * SLOT_BYTES,
+                is_open: state.open[index],
+            })
+        });
+        facts.collect()
+    }
+
+    /// Gives a disk a row, or its row another budget and name. Durable when it returns.
+    ///
+    /// # Errors
+    /// `NoSpace` when all rows are taken, and the errors of the storage.
+    pub async fn attach(&self, new: NewRow) -> Result<()> {
+        let NewRow { uuid, budget, mut name } = new;
+        while name.len() > NAME_MAX {
+            name.pop();
+        }
+        let _one = self.tables.lock().await;
+        let (row, bytes) = {
+            let mut state = lock(&self.state);
+            let row = match state.row_of(uuid) {
+                Some(row) => row,
+                None => state.free_row().ok_or_else(|| {
+                    let why = format!("{}: all {ROWS} rows are taken: detach a disk first", self.name());
+                    Error::new(ErrorKind::NoSpace, why)
+                })?,
+            };
+            let before = state.rows[usize::from(row)].take();
+            let (previous, newest, only_newest) =
+                before.map_or((None, None, false), |row| (row.previous, row.newest, row.only_newest));
+            let now = Row { uuid, previous, newest, only_newest, budget, name };
+            let bytes = now.encode(row);
+            state.rows[usize::from(row)] = Some(now);
+            (row, bytes)
+        };
+        self.write_row(row, bytes).await
+    }
+
+    /// Takes the row of a disk away, and with it all that the medium has of the disk. Durable when it returns. Whether
+    /// there was one.
+    ///
+    /// # Errors
+    /// `Locked` while the disk is open, and the errors of the storage.
+    pub async fn forget(&self, uuid: [u8; 16]) -> Result<bool> {
+        let _one = self.tables.lock().await;
+        let row = {
+            let mut state = lock(&self.state);
+            let Some(row) = state.row_of(uuid) else { return Ok(false) };
+            if state.open[usize::from(row)] {
+                return Err(Error::new(ErrorKind::Locked, format!("{}: the disk is open", self.name())));
+            }
+            state.rows[usize::from(row)] = None;
+            state.free_all_of(row);
+            row
+        };
+        self.write_row(row, vec![0; ROW_LEN]).await.map(|()| true)
+    }
+
+    /// Opens the row of an image. The error says why the medium has nothing for it.
+    pub(crate) fn open_row(self: &Arc<Self>, uuid: [u8; 16]) -> Result<OpenRow> {
+        let mut state = lock(&self.state);
+        let Some(row) = state.row_of(uuid) else {
+            let why = format!("{} has no row for this image: attach it (`vellum tier attach`)", self.name());
+            return Err(Error::new(ErrorKind::NotFound, why));
+        };
+        if std::mem::replace(&mut state.open[usize::from(row)], true) {
+            let why = format!("another open image has the same UUID, and its row of {}", self.name());
+            return Err(Error::new(ErrorKind::Locked, why));
+        }
+        Ok(OpenRow { medium: self.clone(), row, is_open: AtomicBool::new(true) })
+    }
+
+    fn check_failed(&self) -> Result<()> {
+        match &lock(&self.state).failed {
+            Some(error) => Err(error.clone()),
+            None => Ok(()),
+        }
+    }
+
+    /// Notes a failure after which nothing is written any more.
+    fn noticed<T>(&self, what: &str, result: Result<T>) -> Result<T> {
+        result.map_err(|error| {
+            let error = error.context(format!(
+                "{}: {what}: nothing is promoted to it until it is opened again",
+                self.name()
+            ));
+            lock(&self.state).failed.get_or_insert(error).clone()
+        })
+    }
+
+    /// The caller holds `tables`.
+    async fn write_row(&self, row: u16, bytes: Vec<u8>) -> Result<()> {
+        self.check_failed()?;
+        count(&self.tally.table_bytes, bytes.len() as u64);
+        let written = self.storage.write(Layout::row_at(row), Buffer::copy_of(&bytes)).await;
+        self.noticed("can't write a row", written)?;
+        self.flush().await
+    }
+
+    async fn flush(&self) -> Result<()> {
+        self.check_failed()?;
+        count(&self.tally.flushes, 1);
+        let flushed = self.storage.flush().await;
+        self.noticed("can't flush", flushed)
+    }
+
+    /// The sectors with these slots' entries, as they are now.
+    fn sectors(&self, slots: &[u32]) -> Vec<(ImageOffset, Buffer)> {
+        let state = lock(&self.state);
+        let mut places: Vec<(ImageOffset, u32)> =
+            slots.iter().map(|slot| self.layout.entries_at(*slot)).collect();
+        places.sort_unstable();
+        places.dedup();
+        let sector = |(at, first): (ImageOffset, u32)| {
+            let mut bytes = vec![0; ENTRY_LEN * ENTRIES_TOGETHER as usize];
+            for (slot, place) in (first..self.layout.slots).zip(bytes.chunks_mut(ENTRY_LEN)) {
+                if let Some(entry) = &state.entries[slot as usize] {
+                    place.copy_from_slice(&entry.encode(slot));
+                }
+            }
+            (at, Buffer::copy_of(&bytes))
+        };
+        places.into_iter().map(sector).collect()
+    }
+}
+
+async fn read_super(storage: &SharedStorage) -> Result<(FastId, Layout)> {
+    reconcile(&**storage, ImageOffset::ZERO.span(2 * SUPER_LEN as u64)).await?;
+    let both = storage.read(ImageOffset::ZERO, Buffer::for_overwrite(2 * SUPER_LEN)).await?.to_vec();
+    let (first, copy) = both.split_at(SUPER_LEN);
+    match parse_super(first, storage.len()) {
+        Err(error) => parse_super(copy, storage.len()).map_err(|_| error),
+        found => found,
+    }
+}
+
+async fn read_entries(storage: &SharedStorage, layout: Layout, state: &mut State) -> Result<()> {
+    let mut rest = layout.table();
+    while !rest.is_empty() {
+        let (now, later) = rest.split_at(READ_AT_ONCE);
+        let len = usize::try_from(now.len()).expect("a piece");
+        let runs = storage.runs(now).await?;
+        let is_hole =
+            runs.iter().all(|run| !run.is_data) && runs.last().is_some_and(|run| run.span.end() >= now.end());
+        let bytes = match is_hole {
+            true => vec![0; len],
+            false => storage.read(now.start(), Buffer::for_overwrite(len)).await?.to_vec(),
+        };
+        for bytes in bytes.chunks(ENTRY_LEN) {
+            let slot = u32::try_from(state.entries.len()).expect("at most 2^28");
+            if slot < layout.slots {
+                let entry = if is_hole { None } else { Entry::parse(slot, bytes) };
+                state.sequence = state.sequence.max(entry.map_or(0, |entry| entry.sequence));
+                state.entries.push(entry);
+            }
+        }
+        rest = later;
+    }
+    Ok(())
+}
+
+impl State {
+    fn row_of(&self, uuid: [u8; 16]) -> Option<u16> {
+        let row = self.rows.iter().position(|row| row.as_ref().is_some_and(|row| row.uuid == uuid));
+        row.map(|row| u16::try_from(row).expect("at most 1024"))
+    }
+
+    fn free_row(&self) -> Option<u16> {
+        let row = self.rows.iter().position(Option::is_none);
+        row.map(|row| u16::try_from(row).expect("at most 1024"))
+    }
+
+    /// Finds out which slots may be in use: those with the newest entries of a unit of a disk that has a row.
+    fn take_stock(&mut self) {
+        let mut newest: HashMap<(u16, u64), u64> = HashMap::default();
+        let has_row = |entry: &&Entry| self.rows[usize::from(entry.row)].is_some();
+        for entry in self.entries.iter().flatten().filter(has_row) {
+            let sequence = newest.entry((entry.row, entry.unit)).or_default();
+            *sequence = entry.sequence.max(*sequence);
+        }
+        for (slot, entry) in (0..).zip(&self.entries) {
+            let used = entry.filter(|one| newest.get(&(one.row, one.unit)) == Some(&one.sequence));
+            match used {
+                Some(entry) => self.used[usize::from(entry.row)] += 1,
+                None => drop(self.free.insert(slot)),
+            }
+        }
+    }
+
+    /// The slots that a row has.
+    fn slots_of(&self, row: u16) -> impl Iterator<Item = (u32, Entry)> {
+        let of_row = move |(slot, entry): (u32, &Option<Entry>)| {
+            entry.filter(|entry| entry.row == row && !self.free.contains(slot)).map(|entry| (slot, entry))
+        };
+        (0..).zip(&self.entries).filter_map(of_row)
+    }
+
+    fn free_slots(&mut self, row: u16, slots: &[u32]) {
+        for slot in slots {
+            if self.free.insert(*slot) {
+                self.used[usize::from(row)] -= 1;
+            }
+        }
+    }
+
+    fn free_all_of(&mut self, row: u16) {
+        let slots: Vec<u32> = self.slots_of(row).map(|(slot, _)| slot).collect();
+        self.free_slots(row, &slots);
+    }
+}
+
+/// The row of an open image.
+pub(crate) struct OpenRow {
+    medium: Arc<FastMedium>,
+    row: u16,
+    is_open: AtomicBool,
+}
+
+impl Drop for OpenRow {
+    fn drop(&mut self) {
+        self.release();
+    }
+}
+
+impl OpenRow {
+    /// Lets another image have the row.
+    pub(crate) fn release(&self) {
+        if self.is_open.swap(false, Ordering::AcqRel) {
+            lock(&self.medium.state).open[usize::from(self.row)] = false;
+        }
+    }
+
+    pub(crate) fn medium(&self) -> &Arc<FastMedium> {
+        &self.medium
+    }
+
+    fn with<T>(&self, act: impl FnOnce(&mut State, u16) -> T) -> T {
+        act(&mut lock(&self.medium.state), self.row)
+    }
+
+    fn with_row<T>(&self, act: impl FnOnce(&mut Row) -> T) -> T {
+        self.with(|state, row| act(state.rows[usize::from(row)].as_mut().expect("it is open")))
+    }
+
+    /// Whether the row is that of an image that names this number, and the medium has not forgotten what it had when
+    /// this promotion was its last one.
+    pub(crate) fn counts(&self, number: SessionNumber, last_promotion: u64) -> bool {
+        self.with(|state, row| {
+            let counts = state.rows[usize::from(row)].as_ref().is_some_and(|row| row.counts(number));
+            counts && state.sequence >= last_promotion
+        })
+    }
+
+    /// What it has in slots. Of a unit it may be a part.
+    pub(crate) fn parts(&self) -> Vec<Part> {
+        self.with(|state, row| {
+            let part = |(slot, entry): (u32, Entry)| {
+                let Entry { sequence, unit, part, reason, .. } = entry;
+                Part { unit, part, slot, sequence, reason }
+            };
+            state.slots_of(row).map(part).collect()
+        })
+    }
+
+    pub(crate) fn budget(&self) -> u64 {
+        self.with_row(|row| row.budget)
+    }
+
+    /// How many bytes its slots have.
+    pub(crate) fn used(&self) -> u64 {
+        self.with(|state, row| u64::from(state.used[usize::from(row)]) * SLOT_BYTES)
+    }
+
+    /// Draws a number for a new session, and makes the row say, durably, that it counts beside `named`.
+    pub(crate) async fn draw(&self, named: Option<SessionNumber>) -> Result<SessionNumber> {
+        let _one = self.medium.tables.lock().await;
+        let (number, bytes) = self.with(|state, row| {
+            let number = loop {
+                let mut bytes = [0; 16];
+                state.random.fill(&mut bytes);
+                if let Some(number) = SessionNumber::new(bytes) {
+                    break number;
+                }
+            };
+            let it = state.rows[usize::from(row)].as_mut().expect("it is open");
+            (it.previous, it.newest, it.only_newest) = (named, Some(number), false);
+            (number, it.encode(row))
+        });
+        self.medium.write_row(self.row, bytes).await?;
+        Ok(number)
+    }
+
+    /// Makes the row say, durably, that only its newest number counts.
+    pub(crate) async fn settle(&self) -> Result<()> {
+        let _one = self.medium.tables.lock().await;
+        let row = self.row;
+        let bytes = self.with_row(|it| {
+            it.only_newest = true;
+            it.encode(row)
+        });
+        self.medium.write_row(row, bytes).await
+    }
+
+    /// Whether anything can be promoted.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.medium.check_failed()?;
+        match self.medium.storage.limits().read_only {
+            true => Err(Error::new(ErrorKind::ReadOnly, format!("{} is read-only", self.medium.name()))),
+            false => Ok(()),
+        }
+    }
+
+    /// Slots for a unit, within the budget. None is promised: where there are too few, it gets none.
+    pub(crate) fn take(&self, count: u32) -> Option<Vec<u32>> {
+        self.with(|state, row| {
+            let index = usize::from(row);
+            let budget = state.rows[index].as_ref().expect("it is open").budget;
+            let would_use = (u64::from(state.used[index]) + u64::from(count)) * SLOT_BYTES;
+            if would_use > budget || state.free.len() < u64::from(count) {
+                return None;
+            }
+            let slots: Vec<u32> = state.free.iter().take(count as usize).collect();
+            for slot in &slots {
+                state.free.remove(*slot);
+            }
+            state.used[index] += count;
+            Some(slots)
+        })
+    }
+
+    /// Gives slots back. No reader may be left that has looked them up, and no bit that a crash may leave leads to them.
+    pub(crate) fn free(&self, slots: &[u32]) {
+        self.with(|state, row| state.free_slots(row, slots));
+    }
+
+    pub(crate) fn free_all(&self) {
+        self.with(State::free_all_of);
+    }
+
+    /// The sequence of the next promotion.
+    pub(crate) fn next_sequence(&self) -> u64 {
+        self.with(|state, _| {
+            state.sequence += 1;
+            state.sequence
+        })
+    }
+
+    /// Writes the bytes of a unit to its slots.
+    pub(crate) async fn write(&self, slots: &[u32], mut bytes: Buffer) -> Result<()> {
+        self.medium.check_failed()?;
+        let writes = runs_of(slots).map(|(slot, count)| {
+            let piece = bytes.split_to((count as usize * SLOT_LEN).min(bytes.len()));
+            count_up(&self.medium.tally.copied_bytes, piece.len());
+            self.medium.storage.write(self.medium.layout.slot_at(slot), piece)
+        });
+        let writes: Vec<LocalFuture<'_, Result<()>>> = writes.collect();
+        let written = try_join_all(writes).await.map(drop);
+        self.medium.noticed("can't write a copy", written)
+    }
+
+    /// Writes the entries of these parts, and makes them durable with their copies.
+    pub(crate) async fn enter(&self, parts: &[Part]) -> Result<()> {
+        let _one = self.medium.tables.lock().await;
+        self.medium.check_failed()?;
+        let slots: Vec<u32> = parts.iter().map(|part| part.slot).collect();
+        self.with(|state, row| {
+            for Part { unit, part, slot, sequence, reason } in parts.iter().copied() {
+                state.entries[slot as usize] = Some(Entry { sequence, unit, row, part, reason });
+            }
+        });
+        let sectors = self.medium.sectors(&slots);
+        let write = |(at, bytes): (ImageOffset, Buffer)| {
+            count_up(&self.medium.tally.table_bytes, bytes.len());
+            self.medium.storage.write(at, bytes)
+        };
+        let writes: Vec<LocalFuture<'_, Result<()>>> = sectors.into_iter().map(write).collect();
+        let written = try_join_all(writes).await.map(drop);
+        self.medium.noticed("can't write entries", written)?;
+        self.medium.flush().await
+    }
+
+    /// Reads a run of a unit, which begins `within` bytes from its start. The memory is not lent: a read that fails
+    /// does not give it back.
+    pub(crate) async fn read(&self, slots: &[u32], within: u64, mut buffer: Buffer) -> Result<Buffer> {
+        let Tally { reads, read_bytes, read_errors, .. } = &self.medium.tally;
+        count(reads, 1);
+        count_up(read_bytes, buffer.len());
+        let mut pieces: Vec<LocalFuture<'_, Result<Buffer>>> = Vec::new();
+        let mut skip = within;
+        for (slot, slots) in runs_of(slots) {
+            let len = u64::from(slots) * SLOT_BYTES;
+            if skip >= len {
+                skip -= len;
+                continue;
+            }
+            let piece = buffer.split_to(usize::try_from(len - skip).expect("a unit").min(buffer.len()));
+            let at = self.medium.layout.slot_at(slot) + skip;
+            skip = 0;
+            if piece.is_empty() {
+                break;
+            }
+            pieces.push(self.medium.storage.read(at, piece));
+        }
+        let read = try_join_all(pieces).await.inspect_err(|_| count(read_errors, 1))?;
+        let mut pieces = read.into_iter();
+        let mut all = pieces.next().unwrap_or_else(Buffer::empty);
+        pieces.for_each(|piece| all.append(piece));
+        Ok(all)
+    }
+}
+
+fn count_up(number: &AtomicU64, len: usize) {
+    count(number, len as u64);
+}
+
+/// Neighbouring slots together: the first of them, and how many.
+fn runs_of(slots: &[u32]) -> impl Iterator<Item = (u32, u32)> {
+    let mut rest = slots;
+    std::iter::from_fn(move || {
+        let first = *rest.first()?;
+        let count = (first..).zip(rest).take_while(|(wanted, slot)| wanted == *slot).count();
+        rest = &rest[count..];
+        Some((first, u32::try_from(count).expect("a unit's")))
+    })
+}

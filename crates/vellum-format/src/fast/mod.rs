@@ -1,0 +1,24 @@
+//! A fast medium: one file or device that holds copies of units of many disks (`docs/design/0021-tiers.md`).
+//!
+//! ```text
+//!   image A ── bit of a unit ──► row of A ──► entries of the unit's parts ──► slots
+//!   image B ── bit of a unit ──► row of B ──► …
+//! ```
+//!
+//! What counts is decided by the images: a bit there, and the number of a session. Nothing here is ever believed
+//! without them, so nothing has to be erased, and a medium that is lost loses nothing.
+//!
+//! 1. Only a copy made for a promotion is ever written to a slot. No request of a guest has a way to here.
+//! 2. Slots and entries are flushed before an image is told that the medium has a unit.
+//! 3. An entry is overwritten only by one with a higher sequence, so the highest one on the medium never falls.
+//!
+//! `layout` is every byte on the medium (`docs/format/fast.md`), `medium` is an open one.
+
+mod layout;
+mod medium;
+mod named;
+
+pub use layout::{FastId, Reason, SLOT_BYTES};
+pub use medium::{FastCounts, FastMedium, NewRow, RowFacts, create};
+pub(crate) use medium::{OpenRow, Part};
+pub use named::{FAST_NAME_MAX, NamedFast, Promoted, Promotion, TierFacts, Tiers};

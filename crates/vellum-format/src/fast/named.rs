@@ -1,0 +1,97 @@
+//! The fast medium that an image names, and what is done with the units of an open image that it may have.
+
+use vellum_core::{Error, GuestSpan, LocalFuture, Result};
+
+use super::layout::{FastId, Reason};
+use crate::session::SessionNumber;
+
+/// The longest name of a fast medium in an image, in bytes.
+pub const FAST_NAME_MAX: usize = 511;
+
+/// What an image records of its fast medium.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NamedFast {
+    /// Which medium.
+    pub id: FastId,
+    /// Where it was when the image was attached to it: for people, and never opened because of this.
+    pub name: String,
+    /// The number of the session with it, if there has been one.
+    pub number: Option<SessionNumber>,
+    /// The session counts: the image was not changed without the medium since.
+    pub counts: bool,
+}
+
+/// Which ranges of a disk are promoted, and why.
+#[derive(Debug, Clone)]
+pub struct Promotion {
+    /// Each unit that any of them touches.
+    pub ranges: Vec<GuestSpan>,
+    /// It is kept with each unit.
+    pub reason: Reason,
+    /// Also units of which the image has nothing, so that all of it is read from the base.
+    pub copies_base: bool,
+}
+
+/// What became of the units of a promotion.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Promoted {
+    /// They are on the fast medium now.
+    pub units: u64,
+    /// They were there before.
+    pub there: u64,
+    /// The image has nothing of them: they are read from the base, and were left there.
+    pub in_base: u64,
+    /// They are zero.
+    pub zero: u64,
+    /// They were written meanwhile.
+    pub written: u64,
+    /// There was no slot for them, or the budget is spent.
+    pub no_room: u64,
+    /// The image's region has no bits for them, because the disk has grown since it was attached.
+    pub no_bit: u64,
+}
+
+/// The state of an open image's tier.
+#[derive(Debug, Clone, Default)]
+pub struct TierFacts {
+    /// Why the fast medium is not used, if it is not.
+    pub trouble: Option<Error>,
+    /// The size of a unit in bytes.
+    pub unit_bytes: u64,
+    /// Units that the fast medium has.
+    pub units: u64,
+    /// How many of them for which reason, in the order of [`Reason::ALL`].
+    pub by_reason: [u64; 4],
+    /// Bytes that they take of it.
+    pub used: u64,
+    /// At most this many.
+    pub budget: u64,
+    /// Requests that were read from the fast medium, and their bytes.
+    pub fast_reads: [u64; 2],
+    /// As above, from the slow one.
+    pub slow_reads: [u64; 2],
+    /// Requests that the fast medium failed, and the slow one answered.
+    pub failed_reads: u64,
+    /// Units that were promoted since the image was opened, and units that were written since and so went back.
+    pub promoted: u64,
+    /// See there.
+    pub demoted: u64,
+}
+
+/// The tier of an open image.
+pub trait Tiers: Send + Sync {
+    /// Copies units to the fast medium. They are read from there from now on, durably, until they are written.
+    ///
+    /// # Errors
+    /// `ReadOnly` for an image or a medium that is only read, why the medium is not used, and the errors of both.
+    fn promote(&self, promotion: Promotion) -> LocalFuture<'_, Result<Promoted>>;
+
+    /// Takes units back that the fast medium has. How many.
+    ///
+    /// # Errors
+    /// Those of the image.
+    fn demote<'a>(&'a self, ranges: &'a [GuestSpan]) -> LocalFuture<'a, Result<u64>>;
+
+    /// What there is to know.
+    fn facts(&self) -> TierFacts;
+}

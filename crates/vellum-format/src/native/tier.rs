@@ -1,0 +1,644 @@
+//! A fast medium beside an open image: which units it has, how they get there, and how they go back.
+//!
+//! ```text
+//!   read      unit copied? ──yes──► fast medium ──error──► as below
+//!                  │no
+//!                  └──────────────► as without a tier
+//!   write     mark? taken away      bit? cleared ► commit      then as without a tier, all inside the tier's epoch
+//!   promote   earlier clears durable ► marks ► earlier requests have left ► read ► slots, entries ── flush fast ──►
+//!             commit ► gate: marks still there? ► bits
+//! ```
+//!
+//! A copy is of what the disk reads as, so only what changes that concerns it: writes, zeros and discards. What moves
+//! bytes of the image leaves copies as they are. `docs/design/0021-tiers.md` says why each step is needed.
+//!
+//! 1. A bit that may be durable leads to a copy that is durable, of bytes that are durable in the image.
+//! 2. No byte of a unit changes in the image while its bit may be set on the medium. A clear that is not durable yet is
+//!    known (`clearing`), and every writer of the unit waits for a commit that covers it.
+//! 3. A writer takes the mark of a unit away, and a promotion that has lost its mark sets no bit. A writer that looked
+//!    before the mark was made is waited for.
+//! 4. Nothing is promoted whose clear is not durable.
+//! 5. Slots are free when the clear is durable, and no reader is left that may have looked them up.
+//! 6. The bits in memory and on the medium count only while `counts`; before the first promotion of such an opening they
+//!    are all cleared, durably.
+//!
+//! Left out: a record that carries a small write together with the cleared bit, which would save its flush.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
+
+use vellum_core::{
+    BlockSize, Buffer, Context, Error, ErrorKind, GuestOffset, GuestSpan, ImageOffset, LocalFuture, Result,
+    try_join_all,
+};
+
+use super::geometry::{Bits, Region};
+use super::image::{Native, Origin};
+use super::publish::WORD_COST;
+use super::tier_state::{Copied, Leaving, State, Tally, Tier};
+use crate::engine::Commit as _;
+use crate::epochs::{Epochs, Inside};
+use crate::fast::{FastMedium, OpenRow, Part, Promoted, Promotion, Reason, SLOT_BYTES, TierFacts, Tiers};
+use crate::hash::{HashMap, HashSet};
+use crate::state::{UnderWay, lock};
+
+/// Units that are promoted together, at most.
+const UNITS_AT_ONCE: usize = 64;
+/// And their bytes.
+const BYTES_AT_ONCE: u64 = 16 << 20;
+/// Words that change in one step of a transaction.
+const WORDS_AT_ONCE: usize = 16;
+
+/// What a promotion does with the units of one round.
+struct Round {
+    sequence: u64,
+    reason: Reason,
+    copies: Vec<(u64, Arc<[u32]>)>,
+}
+
+impl Native {
+    /// Puts the fast medium beside the image, if it is the one that the image names. The error says why not.
+    pub(super) async fn open_tier(&self, medium: &Arc<FastMedium>) -> Result<()> {
+        let (named, uuid) = {
+            let superblocks = self.superblocks.lock().await;
+            (superblocks.superblock.fast(), superblocks.superblock.uuid())
+        };
+        let Some(named) = named.filter(|named| named.id == medium.id()) else {
+            let why =
+                format!("{} is not attached to {} (`vellum tier attach`)", self.engine.name, medium.name());
+            return Err(Error::new(ErrorKind::NotFound, why));
+        };
+        let row = medium.open_row(uuid)?;
+        let last = self.find(|| self.home.word(self.places.fast_sequence())).await?;
+        let counts = named.counts && named.number.is_some_and(|number| row.counts(number, last));
+        let mut state = State::default();
+        if counts {
+            state.copied = self.copied_units(&row).await?;
+            let kept: HashSet<u32> =
+                state.copied.values().flat_map(|copied| copied.slots.iter().copied()).collect();
+            let others = row.parts().into_iter().map(|part| part.slot).filter(|slot| !kept.contains(slot));
+            row.free(&others.collect::<Vec<_>>());
+        }
+        let tier = Tier {
+            row,
+            epochs: Epochs::default(),
+            listed: AtomicUsize::new(state.copied.len()),
+            state: Mutex::new(state),
+            counts: AtomicBool::new(counts),
+            begun: async_lock::Mutex::new(false),
+            tally: Tally::default(),
+        };
+        drop(self.tier.set(tier));
+        Ok(())
+    }
+
+    /// The units that a bit and all of their newest entries say are on the fast medium.
+    async fn copied_units(&self, row: &OpenRow) -> Result<HashMap<u64, Copied>> {
+        let unit_bytes = self.unit().map_or(0, BlockSize::bytes);
+        let parts_of_unit = usize::try_from(unit_bytes / SLOT_BYTES).expect("at most 32");
+        let mut newest: HashMap<u64, Vec<Part>> = HashMap::default();
+        for part in row.parts() {
+            let parts = newest.entry(part.unit).or_default();
+            match parts.first().map_or(0, |one| one.sequence).cmp(&part.sequence) {
+                std::cmp::Ordering::Less => *parts = vec![part],
+                std::cmp::Ordering::Equal => parts.push(part),
+                std::cmp::Ordering::Greater => {}
+            }
+        }
+        let mut copied = HashMap::default();
+        for (unit, mut parts) in newest {
+            let bit = self.places.fast_bit(unit).filter(|_| unit < self.places.shape().units());
+            let Some(bit) = bit else { continue };
+            parts.sort_unstable_by_key(|part| part.part);
+            let is_complete =
+                parts.len() == parts_of_unit && (0..).zip(&parts).all(|(number, part)| part.part == number);
+            if is_complete && self.find(|| self.home.get(bit)).await? == 1 {
+                let slots = parts.iter().map(|part| part.slot).collect();
+                copied.insert(unit, Copied { slots, reason: parts[0].reason });
+            }
+        }
+        Ok(copied)
+    }
+
+    /// Puts the fast medium beside the image, if it can be used. An image that names another one, or none, is open without.
+    pub(super) async fn with_fast(self: Arc<Self>, medium: Option<&Arc<FastMedium>>) -> Arc<Self> {
+        // A snapshot is read from the slow medium: the bits are about the disk.
+        if let Some(medium) = medium.filter(|_| self.view.is_none())
+            && let Err(error) = self.open_tier(medium).await
+        {
+            drop(self.tier_trouble.set(error));
+        }
+        self
+    }
+
+    /// Whether a fast medium was given to it, whether or not it can be used.
+    pub(super) fn has_fast(&self) -> bool {
+        self.tier.get().is_some() || self.tier_trouble.get().is_some()
+    }
+
+    /// Waits until no promotion is under way. The image is closed, so none begins.
+    pub(super) async fn end_promoting(&self) {
+        if let Some(tier) = self.tier.get() {
+            drop(tier.begun.lock().await);
+        }
+    }
+
+    /// Lets another opening have the row. No request is left.
+    pub(super) fn let_go_of_fast(&self) {
+        if let Some(tier) = self.tier.get() {
+            tier.row.release();
+        }
+    }
+
+    /// Whether an opening that changes the image takes the session with its fast medium along.
+    pub(super) fn keeps_fast(&self) -> bool {
+        self.tier.get().is_some_and(|tier| tier.counts.load(SeqCst))
+    }
+
+    fn units_of_span(&self, span: GuestSpan) -> Range<u64> {
+        let unit = self.unit().expect("only a table has a tier");
+        match span.is_empty() {
+            true => 0..0,
+            false => unit.cluster_of(span.start()).index()..unit.count_for(span.end().bytes()),
+        }
+    }
+
+    /// Called before anything changes what the disk reads as there. The change is made while the guard exists.
+    pub(super) async fn before_change<'a>(&self, tier: &'a Tier, span: GuestSpan) -> Result<Inside<'a>> {
+        let inside = tier.epochs.enter();
+        if tier.listed.load(SeqCst) > 0 && !span.is_empty() {
+            self.end_copies(tier, self.units_of_span(span)).await?;
+        }
+        Ok(inside)
+    }
+
+    /// From when this returns, neither a mark nor a bit of these units is left, in memory or on the medium. Returns how
+    /// many the fast medium had.
+    async fn end_copies(&self, tier: &Tier, range: Range<u64>) -> Result<u64> {
+        let copied = tier.with(|state| {
+            for unit in Tier::within(&range, state.marks.iter()) {
+                state.marks.remove(&unit);
+            }
+            Tier::within(&range, state.copied.keys())
+        });
+        self.clear_bits(tier, &copied).await?;
+        self.end_clearing(tier, |unit| range.contains(&unit)).await?;
+        tier.tally.demoted.fetch_add(copied.len() as u64, SeqCst);
+        Ok(copied.len() as u64)
+    }
+
+    /// Makes the clears of these units durable, if they are not.
+    async fn end_clearing(&self, tier: &Tier, which: impl Fn(u64) -> bool) -> Result<()> {
+        let clearing: Vec<u64> =
+            tier.with(|state| state.clearing.iter().copied().filter(|unit| which(*unit)).collect());
+        if clearing.is_empty() {
+            return Ok(());
+        }
+        self.commit().await?; // commit point: no crash finds these bits
+        tier.with(|state| {
+            for unit in &clearing {
+                state.clearing.remove(unit);
+            }
+            for leaving in state.leaving.iter_mut().filter(|leaving| clearing.contains(&leaving.unit)) {
+                leaving.is_durable = true;
+            }
+        });
+        Ok(())
+    }
+
+    /// Clears the bits of these units, in the open transaction.
+    async fn clear_bits(&self, tier: &Tier, units: &[u64]) -> Result<()> {
+        if units.is_empty() {
+            return Ok(());
+        }
+        self.begin_journal().await?;
+        for units in units.chunks(WORDS_AT_ONCE) {
+            let bits: Vec<Bits> = units.iter().filter_map(|unit| self.places.fast_bit(*unit)).collect();
+            for bit in &bits {
+                self.find(|| self.home.get(*bit)).await?;
+            }
+            let gate = self.enter_transaction(WORD_COST * bits.len() as u64).await?;
+            tier.with(|state| {
+                for unit in units {
+                    let Some(bit) = self.places.fast_bit(*unit) else { continue };
+                    self.home.change(bit.word, |word| bit.set(word, 0));
+                    state.clearing.insert(*unit);
+                    if let Some(Copied { slots, .. }) = state.copied.remove(unit) {
+                        let stamp = tier.epochs.now();
+                        state.leaving.push(Leaving { unit: *unit, slots, stamp, is_durable: false });
+                    }
+                }
+            });
+            drop(gate);
+        }
+        self.engine.commits.note_change();
+        Ok(())
+    }
+
+    /// Reads a run of the disk, from the fast medium where it has a copy.
+    pub(super) async fn read_tiered(
+        &self,
+        tier: &Tier,
+        span: GuestSpan,
+        mut buffer: Buffer,
+    ) -> Result<Buffer> {
+        if tier.listed.load(SeqCst) == 0 || span.is_empty() {
+            Tally::note(&tier.tally.slow, span.len());
+            return self.read_span(span, buffer).await;
+        }
+        // Slots that are looked up here are given to no other unit until this request has left.
+        let _inside = tier.epochs.enter();
+        let pieces = self.pieces_of(tier, span);
+        if let [(_, slots)] = &pieces[..] {
+            return self.read_piece(tier, span, slots.clone(), buffer).await;
+        }
+        let reads = pieces.into_iter().map(|(piece, slots)| {
+            let part = buffer.split_to(usize::try_from(piece.len()).expect("within the buffer"));
+            Box::pin(self.read_piece(tier, piece, slots, part)) as LocalFuture<'_, Result<Buffer>>
+        });
+        let reads: Vec<_> = reads.collect();
+        let mut filled = Buffer::empty();
+        for piece in try_join_all(reads).await? {
+            filled.append(piece);
+        }
+        Ok(filled)
+    }
+
+    /// The run, cut where it goes from one medium to the other, or from one unit on the fast one to the next.
+    fn pieces_of(&self, tier: &Tier, span: GuestSpan) -> Vec<(GuestSpan, Option<Arc<[u32]>>)> {
+        let unit = self.unit().expect("only a table has a tier");
+        let mut pieces: Vec<(GuestSpan, Option<Arc<[u32]>>)> = Vec::new();
+        let state = lock(&tier.state);
+        for piece in unit.pieces_of(span) {
+            let number = unit.cluster_of(piece.start()).index();
+            let slots = state.copied.get(&number).map(|copied| copied.slots.clone());
+            match pieces.last_mut() {
+                Some((last, None)) if slots.is_none() => {
+                    *last = GuestSpan::between(last.start(), piece.end())
+                }
+                _ => pieces.push((piece, slots)),
+            }
+        }
+        pieces
+    }
+
+    async fn read_piece(
+        &self,
+        tier: &Tier,
+        span: GuestSpan,
+        slots: Option<Arc<[u32]>>,
+        mut buffer: Buffer,
+    ) -> Result<Buffer> {
+        let Some(slots) = slots else {
+            Tally::note(&tier.tally.slow, span.len());
+            return self.read_span(span, buffer).await;
+        };
+        let within = self.unit().expect("only a table has a tier").within(span.start());
+        // Lent memory comes back only from a read that succeeds, and here another may have to follow.
+        match tier.row.read(&slots, within, Buffer::for_overwrite(buffer.len())).await {
+            Ok(own) => {
+                Tally::note(&tier.tally.fast, span.len());
+                if !buffer.is_lent() {
+                    return Ok(own);
+                }
+                let mut at = 0;
+                for piece in own.pieces() {
+                    buffer.copy_from(at, piece);
+                    at += piece.len();
+                }
+                Ok(buffer)
+            }
+            Err(_) => {
+                tier.tally.failed.fetch_add(1, SeqCst);
+                Tally::note(&tier.tally.slow, span.len());
+                self.read_span(span, buffer).await
+            }
+        }
+    }
+
+    /// Begins a session with the fast medium, before the first promotion of an opening.
+    async fn begin_fast(&self, tier: &Tier) -> Result<()> {
+        let context = || format!("{}: can't begin a session with its fast medium", self.engine.name);
+        self.begin_journal().await?;
+        let counted = tier.counts.load(SeqCst);
+        if !counted {
+            self.clear_all_bits().await.context(context)?;
+        }
+        let named = self.superblocks.lock().await.superblock.fast().and_then(|fast| fast.number);
+        let number = tier.row.draw(named.filter(|_| counted)).await?;
+        let under_way = UnderWay::begin(&self.engine.state, "a write of the superblock");
+        let written = {
+            let mut superblocks = self.superblocks.lock().await;
+            let before = superblocks.clone();
+            superblocks.superblock.begin_fast(number);
+            let written = superblocks.write(&*self.metadata).await;
+            if written.is_err() {
+                *superblocks = before;
+            }
+            written
+        };
+        under_way.end();
+        written.context(context)?;
+        self.flush_storage().await?; // commit point: the image names the new number
+        tier.row.settle().await?;
+        if !counted {
+            tier.row.free_all();
+            tier.counts.store(true, SeqCst);
+        }
+        Ok(())
+    }
+
+    /// Clears bits that do not count, durably.
+    async fn clear_all_bits(&self) -> Result<()> {
+        let region = self.places.region(Region::Fast);
+        let mut set: Vec<ImageOffset> = Vec::new();
+        let mut page = region.start();
+        while page < region.end() {
+            self.find(|| self.home.word(page)).await?;
+            let words = (0..512).map(|word| page + word * 8);
+            set.extend(words.filter(|at| self.home.word(*at).is_ok_and(|word| word != 0)));
+            page += 4096;
+        }
+        for words in set.chunks(WORDS_AT_ONCE) {
+            let _gate = self.enter_transaction(WORD_COST * words.len() as u64).await?;
+            for at in words {
+                self.home.change(*at, |_| 0);
+            }
+        }
+        if !set.is_empty() {
+            self.engine.commits.note_change();
+            self.commit().await?; // commit point: no void bit is left to count again
+        }
+        Ok(())
+    }
+
+    async fn promote_units(&self, tier: &Tier, promotion: &Promotion) -> Result<Promoted> {
+        if self.engine.geometry.read_only {
+            return Err(Error::new(ErrorKind::ReadOnly, format!("{} is open read-only", self.engine.name)));
+        }
+        tier.row.check()?;
+        let mut begun = tier.begun.lock().await;
+        self.engine.state.check_open()?;
+        self.engine.state.check_stopped()?;
+        let mut done = Promoted::default();
+        let disk = GuestOffset::ZERO.span(self.engine.geometry.size);
+        let unit_bytes = self.unit().map_or(1, BlockSize::bytes);
+        let at_once = UNITS_AT_ONCE.min(usize::try_from(BYTES_AT_ONCE / unit_bytes).expect("a few")).max(1);
+        for range in &promotion.ranges {
+            let mut units = self.units_of_span(range.intersect(disk));
+            while !units.is_empty() {
+                // The first one that is worth it begins the session.
+                let mut round = Vec::new();
+                while round.len() < at_once
+                    && let Some(unit) = units.next()
+                {
+                    if self.is_worth_promoting(tier, unit, promotion, &mut done).await? {
+                        round.push(unit);
+                    }
+                }
+                if round.is_empty() {
+                    continue;
+                }
+                if !*begun {
+                    self.begin_fast(tier).await?;
+                    *begun = true;
+                }
+                self.promote_round(tier, &round, promotion.reason, &mut done).await?;
+                self.engine.state.check_open()?;
+            }
+        }
+        if done.units > 0 {
+            self.commit().await?; // commit point: the bits are durable
+        }
+        Ok(done)
+    }
+
+    async fn is_worth_promoting(
+        &self,
+        tier: &Tier,
+        unit: u64,
+        promotion: &Promotion,
+        done: &mut Promoted,
+    ) -> Result<bool> {
+        if tier.with(|state| state.copied.contains_key(&unit)) {
+            done.there += 1;
+            return Ok(false);
+        }
+        if self.places.fast_bit(unit).is_none() {
+            done.no_bit += 1;
+            return Ok(false);
+        }
+        let parts = {
+            let _inside = self.engine.epochs.enter();
+            self.parts(self.span_of_unit(unit)).await?
+        };
+        let is_nothing = |from: Origin| matches!(from, Origin::NoUnit | Origin::Zero);
+        if parts.iter().all(|part| is_nothing(part.from)) {
+            done.zero += 1;
+            return Ok(false);
+        }
+        let is_of_base = |from: Origin| is_nothing(from) || from == Origin::Below;
+        if !promotion.copies_base && parts.iter().all(|part| is_of_base(part.from)) {
+            done.in_base += 1;
+            return Ok(false);
+        }
+        Ok(true)
+    }
+
+    /// What the disk has of a unit.
+    fn span_of_unit(&self, unit: u64) -> GuestSpan {
+        let size = self.unit().expect("only a table has a tier");
+        let start = GuestOffset::new(unit << size.shift());
+        start.span(size.bytes().min(self.engine.geometry.size - start.bytes()))
+    }
+
+    async fn promote_round(
+        &self,
+        tier: &Tier,
+        units: &[u64],
+        reason: Reason,
+        done: &mut Promoted,
+    ) -> Result<()> {
+        self.settle_clears(tier, units).await?;
+        tier.free_slots();
+        let stamp = tier.with(|state| {
+            state.marks.extend(units);
+            tier.epochs.now()
+        });
+        tier.epochs.until_passed(stamp).await;
+        let mut round = Round { sequence: tier.row.next_sequence(), reason, copies: Vec::new() };
+        let copied = self.copy_round(tier, units, &mut round, done).await;
+        let bits = match copied {
+            Ok(()) if !round.copies.is_empty() => self.set_bits(tier, &round, done).await,
+            other => other,
+        };
+        let unused: Vec<Arc<[u32]>> = tier.with(|state| {
+            for unit in units {
+                state.marks.remove(unit);
+            }
+            let is_used = |unit: &u64, slots: &Arc<[u32]>| {
+                state.copied.get(unit).is_some_and(|copied| Arc::ptr_eq(&copied.slots, slots))
+                    || state.leaving.iter().any(|leaving| Arc::ptr_eq(&leaving.slots, slots))
+            };
+            let unused = round.copies.iter().filter(|(unit, slots)| !is_used(unit, slots));
+            unused.map(|(_, slots)| slots.clone()).collect()
+        });
+        // No bit ever led to them, so nobody has looked them up.
+        unused.iter().for_each(|slots| tier.row.free(slots));
+        bits
+    }
+
+    /// Makes sure that no bit of these units is set on the medium.
+    async fn settle_clears(&self, tier: &Tier, units: &[u64]) -> Result<()> {
+        let mut lost = Vec::new();
+        for unit in units {
+            let bit = self.places.fast_bit(*unit).expect("as was looked at before");
+            // A bit that leads to nothing.
+            if self.find(|| self.home.get(bit)).await? == 1 {
+                lost.push(*unit);
+            }
+        }
+        self.clear_bits(tier, &lost).await?;
+        self.end_clearing(tier, |unit| units.contains(&unit)).await
+    }
+
+    async fn copy_round(
+        &self,
+        tier: &Tier,
+        units: &[u64],
+        round: &mut Round,
+        done: &mut Promoted,
+    ) -> Result<()> {
+        let unit_bytes = self.unit().map_or(0, BlockSize::bytes);
+        let count = u32::try_from(unit_bytes / SLOT_BYTES).expect("at most 32");
+        let mut parts = Vec::new();
+        for unit in units {
+            if !tier.with(|state| state.marks.contains(unit)) {
+                done.written += 1;
+                continue;
+            }
+            let Some(slots) = tier.row.take(count) else {
+                done.no_room += 1;
+                continue;
+            };
+            let slots: Arc<[u32]> = slots.into();
+            round.copies.push((*unit, slots.clone()));
+            let span = self.span_of_unit(*unit);
+            let len = usize::try_from(span.len()).expect("a unit");
+            let mut bytes = self.read_span(span, Buffer::for_overwrite(len)).await?;
+            if span.len() < unit_bytes {
+                bytes.append(Buffer::zeroed(usize::try_from(unit_bytes).expect("a unit") - len));
+            }
+            tier.row.write(&slots, bytes).await?;
+            let part = |(part, slot): (u16, &u32)| Part {
+                unit: *unit,
+                part,
+                slot: *slot,
+                sequence: round.sequence,
+                reason: round.reason,
+            };
+            parts.extend((0..).zip(slots.iter()).map(part));
+        }
+        match parts.is_empty() {
+            true => Ok(()),
+            false => tier.row.enter(&parts).await,
+        }
+    }
+
+    /// Sets the bits of the units that were not written since they were marked.
+    async fn set_bits(&self, tier: &Tier, round: &Round, done: &mut Promoted) -> Result<()> {
+        self.commit().await?; // commit point: what was copied is durable in the image
+        let sequence = self.places.fast_sequence();
+        let bit_of = |unit: u64| self.places.fast_bit(unit).expect("as was looked at before");
+        let mut words: Vec<ImageOffset> = round.copies.iter().map(|(unit, _)| bit_of(*unit).word).collect();
+        words.push(sequence);
+        for word in &words {
+            self.find(|| self.home.word(*word)).await?;
+        }
+        self.reserve(&words).await?;
+        for copies in round.copies.chunks(WORDS_AT_ONCE) {
+            let gate = self.enter_transaction(WORD_COST * (copies.len() as u64 + 1)).await?;
+            let set = tier.with(|state| {
+                let mut set = 0;
+                for (unit, slots) in copies {
+                    if !state.marks.remove(unit) {
+                        continue;
+                    }
+                    let bit = bit_of(*unit);
+                    self.home.change(bit.word, |word| bit.set(word, 1));
+                    state.copied.insert(*unit, Copied { slots: slots.clone(), reason: round.reason });
+                    set += 1;
+                }
+                self.home.change(sequence, |_| round.sequence);
+                set
+            });
+            drop(gate);
+            done.units += set;
+            done.written += copies.len() as u64 - set;
+            tier.tally.promoted.fetch_add(set, SeqCst);
+        }
+        self.engine.commits.note_change();
+        Ok(())
+    }
+
+    fn used_tier(&self) -> Result<&Tier> {
+        self.tier.get().ok_or_else(|| {
+            let why = format!("{} is open without a fast medium", self.engine.name);
+            self.tier_trouble.get().cloned().unwrap_or_else(|| Error::unsupported(why))
+        })
+    }
+}
+
+impl Tiers for Native {
+    fn promote(&self, promotion: Promotion) -> LocalFuture<'_, Result<Promoted>> {
+        Box::pin(async move {
+            let tier = self.used_tier()?;
+            let promoted = self.promote_units(tier, &promotion).await;
+            tier.free_slots();
+            promoted.context(|| format!("{}: can't promote", self.engine.name))
+        })
+    }
+
+    fn demote<'a>(&'a self, ranges: &'a [GuestSpan]) -> LocalFuture<'a, Result<u64>> {
+        Box::pin(async move {
+            let tier = self.used_tier()?;
+            let disk = GuestOffset::ZERO.span(self.engine.geometry.size);
+            let mut count = 0;
+            for range in ranges {
+                let range = self.engine.check_change(Some(range.intersect(disk)))?;
+                count += self.end_copies(tier, self.units_of_span(range)).await?;
+            }
+            tier.free_slots();
+            Ok(count)
+        })
+    }
+
+    fn facts(&self) -> TierFacts {
+        let unit_bytes = self.unit().map_or(0, BlockSize::bytes);
+        let Some(tier) = self.tier.get() else {
+            return TierFacts {
+                trouble: self.tier_trouble.get().cloned(),
+                unit_bytes,
+                ..TierFacts::default()
+            };
+        };
+        let mut facts = TierFacts {
+            trouble: tier.row.medium().trouble(),
+            unit_bytes,
+            used: tier.row.used(),
+            budget: tier.row.budget(),
+            ..TierFacts::default()
+        };
+        for copied in lock(&tier.state).copied.values() {
+            facts.units += 1;
+            let index = Reason::ALL.iter().position(|reason| *reason == copied.reason);
+            facts.by_reason[index.expect("one of all")] += 1;
+        }
+        let get = |number: &AtomicU64| number.load(SeqCst);
+        let Tally { fast, slow, failed, promoted, demoted } = &tier.tally;
+        (facts.fast_reads, facts.slow_reads) = (fast.each_ref().map(get), slow.each_ref().map(get));
+        (facts.failed_reads, facts.promoted, facts.demoted) = (get(failed), get(promoted), get(demoted));
+        facts
+    }
+}

@@ -182,6 +182,32 @@ pub enum Bug {
     FilledBeforeDurable,
     /// Writers take what was filled for the image's own, which no crash remembers.
     FilledForgotten,
+    /// A unit is promoted before what was copied is durable in the image.
+    PromotedBeforeDurable,
+    /// A unit is promoted before its copy is durable on the fast medium.
+    CopyNotFlushed,
+    /// A promoted unit is written before it is durable that its copy does not count.
+    WrittenUnderBit,
+    /// Only the writer that clears a promoted unit's bit waits until that is durable.
+    ClearNotAwaited,
+    /// A unit is promoted although it was written since it was marked.
+    MarkKept,
+    /// A unit is copied while writes that came before its mark are still in flight to it.
+    CopiedBesideWriters,
+    /// A slot of a fast medium is used again before it is durable that its copy does not count.
+    SlotFreedBeforeClear,
+    /// A unit is promoted while it is not durable that its last copy does not count.
+    PromotedOverClear,
+    /// Of several copies of a unit the first complete one counts, not the newest.
+    OldestCopy,
+    /// An image that is changed without its fast medium takes the session along.
+    FastSessionKept,
+    /// Bits that were void count again in a new session.
+    VoidBitsKept,
+    /// An opening goes on with the number of the session before, so a copy of the image has the same.
+    SameFastNumber,
+    /// A fast medium that has lost what it had flushed is believed.
+    ForgottenMediumCounts,
 }
 
 thread_local! {

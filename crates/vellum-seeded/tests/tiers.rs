@@ -1,0 +1,79 @@
+//! Mistakes about a fast medium: each is switched on in the engine itself, and must be found.
+
+extern crate vellum_seeded as vellum_format;
+
+#[path = "../../vellum-format/tests/common/mod.rs"]
+mod common;
+#[path = "../../vellum-format/tests/tiers/explorer.rs"]
+mod explorer;
+#[path = "../../vellum-format/tests/tiers/trials.rs"]
+mod trials;
+
+use std::collections::HashSet;
+
+use explorer::{Setup, explore};
+use vellum_format::sabotage::{Bug, put_in};
+
+/// At most this many programs of each setup are tried.
+const PROGRAMS: u64 = 200;
+
+/// Does this with a mistake switched on in the engine of this thread.
+fn with<T>(bug: Bug, what: impl FnOnce() -> T) -> T {
+    put_in(Some(bug));
+    let done = what();
+    put_in(None);
+    done
+}
+
+#[allow(clippy::print_stderr, reason = "how soon each is found is worth knowing")]
+fn found_by(setup: &Setup, bug: Bug) {
+    let mut seen = HashSet::new();
+    let found = with(bug, || (0..PROGRAMS).find_map(|seed| explore(setup, seed, &mut seen).err()));
+    let found = found.unwrap_or_else(|| panic!("{bug:?} is not found in {}", setup.name));
+    eprintln!("{bug:?}: {found}");
+}
+
+#[test]
+fn by_the_explorer() {
+    for bug in [
+        Bug::PromotedBeforeDurable,
+        Bug::CopyNotFlushed,
+        Bug::WrittenUnderBit,
+        Bug::OldestCopy,
+        Bug::FastSessionKept,
+        Bug::VoidBitsKept,
+    ] {
+        found_by(&Setup::table(), bug);
+    }
+}
+
+#[test]
+fn by_the_explorer_with_several_guests() {
+    for bug in [Bug::ClearNotAwaited, Bug::MarkKept, Bug::CopiedBesideWriters] {
+        found_by(&Setup::table().several(), bug);
+    }
+}
+
+#[test]
+fn by_the_explorer_where_much_is_taken_back() {
+    for bug in [Bug::PromotedOverClear, Bug::SlotFreedBeforeClear] {
+        found_by(&Setup::table().demoting(), bug);
+    }
+}
+
+#[test]
+#[allow(clippy::print_stderr, reason = "how each is found is worth knowing")]
+fn by_trials() {
+    for (bug, trial) in [
+        (
+            Bug::SameFastNumber,
+            trials::a_copy_of_the_image_does_not_read_the_copies_of_the_original as fn() -> trials::Trial,
+        ),
+        (Bug::ForgottenMediumCounts, trials::a_medium_that_has_forgotten_is_not_believed),
+        (Bug::FastSessionKept, trials::what_was_void_stays_void),
+        (Bug::VoidBitsKept, trials::what_was_void_stays_void),
+    ] {
+        let found = with(bug, trial).expect_err("it is not found");
+        eprintln!("{bug:?}: {found}");
+    }
+}

@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use vellum_core::{Error, ErrorKind, Result, SharedStorage};
+use vellum_format::fast::FastMedium;
 use vellum_format::luks::Secrets;
 use vellum_format::probe::{Guess, guess};
 use vellum_format::{FormatKind, Prealloc};
@@ -63,6 +64,8 @@ pub struct ImageOptions {
     pub may_be_weak: bool,
     /// The flash cache over its disks.
     pub flash: Option<FlashChoice>,
+    /// A fast medium that may have copies of units of images that name it.
+    pub fast: Option<Arc<FastMedium>>,
     /// Becomes true when a remote image is asked for.
     pub asks_remote: Arc<AtomicBool>,
 }
@@ -136,10 +139,12 @@ pub async fn open_over(
         secrets: options.secrets.clone(),
         may_be_weak: options.may_be_weak,
         flash: options.flash.clone(),
+        fast: options.fast.clone(),
     };
     let opened = Chain::open(&options.host().await?, path, &chain).await?;
     if !options.read_only && options.snapshot.is_none() {
         warn_of_losses(&opened).await;
+        warn_if_unused(&opened);
     }
     Ok(opened)
 }
@@ -150,6 +155,23 @@ async fn warn_of_losses(chain: &Chain) {
     let name = top.path.display().to_string();
     for line in top.head.losses(&*top.storage, &name).await {
         tracing::warn!("{line}");
+    }
+}
+
+/// Warns of a fast medium that is named and not used: writing the image makes its copies void.
+fn warn_if_unused(chain: &Chain) {
+    let top = chain.top();
+    let Some(named) = top.head.fast() else { return };
+    let trouble = match chain.tier() {
+        Some(tier) => tier.facts().trouble.map(|error| error.chain()),
+        None => Some("it was not given: --fast PATH".to_owned()),
+    };
+    if let Some(trouble) = trouble {
+        tracing::warn!(
+            "{} has a fast medium, last seen at {}, which is not used ({trouble}). The first write makes the copies there void",
+            top.path.display(),
+            named.name
+        );
     }
 }
 

@@ -54,6 +54,7 @@ mod size_watchers;
 pub mod spec;
 pub mod stats;
 pub mod template;
+pub mod tier;
 mod tls;
 #[cfg(feature = "ublk")]
 mod ublk;

@@ -44,6 +44,7 @@ use vellum_export::Shutdown;
 use vellum_export::nbd::{Export, Exports, OnDemand, Removed};
 use vellum_export::vhost::Reconnects;
 use vellum_format::FormatKind;
+use vellum_format::fast::FastMedium;
 use vellum_format::image::{Snapshot, SnapshotSupport, Snapshots};
 use vellum_io::{WorkersHandle, clock, unblock};
 use vellum_layer::hydrate::{CopyMemory, FillerTurns, HydrationControl, Tap};
@@ -90,6 +91,8 @@ pub(crate) struct How {
     pub(crate) filler_turns: FillerTurns,
     /// The flash cache over the disks.
     pub(crate) flash: Option<Arc<HostFlash>>,
+    /// The fast medium of images that name it.
+    pub(crate) fast: Option<Arc<FastMedium>>,
 }
 
 /// A disk that is open.

@@ -42,6 +42,7 @@ use futures_lite::future::{or, zip};
 use vellum_core::{Error, ErrorKind, Result, join_all, lock};
 use vellum_export::nbd::{Clients, Exports, View};
 use vellum_export::{ConnectionSlots, Shutdown};
+use vellum_format::fast::FastMedium;
 use vellum_io::{Address, Listener, Signal, Signals, Task, WorkersHandle, clock, spawn_local, unblock};
 use vellum_layer::hydrate::FillerTurns;
 
@@ -98,6 +99,12 @@ struct Server {
     telling: Option<Task<()>>,
 }
 
+/// What is open for all disks of a server, from before the first until after the last.
+struct Media {
+    flash: Option<Arc<HostFlash>>,
+    fast: Option<Arc<FastMedium>>,
+}
+
 /// Why a server could not close all of its disks.
 struct BadEnd {
     error: Error,
@@ -130,7 +137,14 @@ pub(crate) async fn run(
         },
         None => None,
     };
-    let mut server = Server::new(spec, workers, tls, flash.clone());
+    let fast = match &spec.fast {
+        Some(path) => match crate::tier::open_medium(path).await {
+            Ok(fast) => Some(fast),
+            Err(error) => return (Err(error), false),
+        },
+        None => None,
+    };
+    let mut server = Server::new(spec, workers, tls, Media { flash: flash.clone(), fast });
     let (disks, stats_path) = (server.disks.clone(), server.spec.stats_path.clone());
     let mut reporting = None;
     let result = server.run(&mut signals, ready, &mut reporting).await;
@@ -167,7 +181,7 @@ pub(crate) async fn run(
 }
 
 impl Server {
-    fn new(spec: ServeSpec, workers: WorkersHandle, tls: TlsNow, flash: Option<Arc<HostFlash>>) -> Self {
+    fn new(spec: ServeSpec, workers: WorkersHandle, tls: TlsNow, Media { flash, fast }: Media) -> Self {
         let exports = Exports::new();
         let how = How {
             grow_hook: spec.grow_hook.clone(),
@@ -179,6 +193,7 @@ impl Server {
             copy_memory: Arc::default(),
             filler_turns: FillerTurns::default(),
             flash,
+            fast,
         };
         let disks = Disks::new(how, exports.clone(), workers.clone());
         exports.also(Arc::new(SnapshotExports(disks.clone())));

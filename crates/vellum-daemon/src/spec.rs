@@ -118,7 +118,9 @@ pub struct ServeSpec {
     pub drain_time: Duration,
     /// The flash cache over the disks.
     pub flash: Option<FlashSpec>,
-    /// What disks do with it that are added later.
+    /// A fast medium that may have copies of units of the disks' images.
+    pub fast: Option<PathBuf>,
+    /// What disks do with the flash cache that are added later.
     pub flash_policy: Option<FlashPolicy>,
     /// Makes a device larger that becomes full.
     pub grow_hook: Option<GrowHook>,

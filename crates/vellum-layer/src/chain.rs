@@ -45,6 +45,7 @@ use vellum_core::{
     Clock, Context, Error, ErrorKind, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk,
     SharedStorage, Storage,
 };
+use vellum_format::fast::{FastMedium, Tiers};
 use vellum_format::handover::Handover;
 use vellum_format::image::{Files, Head, OpenOptions, Opened};
 use vellum_format::luks::Secrets;
@@ -158,6 +159,8 @@ pub struct ChainOptions {
     pub may_be_weak: bool,
     /// The flash cache over the disks.
     pub flash: Option<FlashChoice>,
+    /// A fast medium that may have copies of units of images that name it.
+    pub fast: Option<Arc<FastMedium>>,
 }
 
 impl Default for ChainOptions {
@@ -181,6 +184,7 @@ impl Default for ChainOptions {
             secrets: Arc::default(),
             may_be_weak: false,
             flash: None,
+            fast: None,
         }
     }
 }
@@ -405,6 +409,11 @@ impl Chain {
         self.top.disk()
     }
 
+    /// The copies on a fast medium that the top image was opened with, if it was.
+    pub fn tier(&self) -> Option<&Arc<dyn Tiers>> {
+        self.top.opened.tier.as_ref()
+    }
+
     /// Whether the previous writer of the top image had not closed it when it was opened: writes that were
     /// answered and not flushed may be missing. A raw image does not record this, nor does a native one without a journal.
     pub fn was_left_open(&self) -> bool {
@@ -555,6 +564,7 @@ async fn open_disk(
         flash: options.flash.as_ref().filter(|_| !read_only).and_then(|choice| choice.id_for(head)),
         fills,
         tables: tables.map(|tables| tables.put_into(&mut files)),
+        fast: options.fast.clone(),
     };
     head.open_in_parts(files, parts.iter().map(|(_, file)| file.clone()).collect(), open).await
 }

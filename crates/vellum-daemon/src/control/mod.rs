@@ -176,6 +176,27 @@ pub enum Request {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         disk: Option<String>,
     },
+    /// Tell what a disk has on its fast medium.
+    TierStatus {
+        /// The export of the disk; the only disk when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        disk: Option<String>,
+    },
+    /// Copy ranges of a disk to its fast medium, or with `demote` take them back. Answered when that is done.
+    TierPromote {
+        /// The export of the disk; the only disk when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        disk: Option<String>,
+        /// Offset and length of each, in bytes; all of the disk when there are none.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        ranges: Vec<(u64, u64)>,
+        /// Also what is read from the backing image.
+        #[serde(default)]
+        copy: bool,
+        /// Take them back instead.
+        #[serde(default)]
+        demote: bool,
+    },
     /// Tell which clients of NBD there are.
     ClientList {},
     /// Send a client away: nothing more is read from it or sent to it.
@@ -299,7 +320,7 @@ impl MigrateStep {
 pub const PROTOCOL_VERSION: u32 = 1;
 
 /// All commands, by their names.
-pub const COMMANDS: [&str; 27] = [
+pub const COMMANDS: [&str; 29] = [
     "hello",
     "stats",
     "pause",
@@ -313,6 +334,8 @@ pub const COMMANDS: [&str; 27] = [
     "flatten",
     "flash-policy",
     "flash-drain",
+    "tier-status",
+    "tier-promote",
     "snapshot-create",
     "snapshot-list",
     "snapshot-delete",

@@ -25,6 +25,7 @@ use crate::seats::Seats;
 use crate::served::{Disks, Wish, prefetch_limits};
 use crate::size_watchers::SizeWatchers;
 use crate::spec::ServeSpec;
+use crate::tier::Ranges;
 use crate::vhost::Devices;
 
 /// A client that is silent for this long is disconnected.
@@ -147,6 +148,8 @@ impl Control {
             | Request::Flatten { disk }
             | Request::FlashPolicy { disk, .. }
             | Request::FlashDrain { disk }
+            | Request::TierStatus { disk }
+            | Request::TierPromote { disk, .. }
             | Request::Resize { disk, .. }
             | Request::MigrateStatus { disk }
             | Request::MigrateStep { disk, .. }
@@ -285,6 +288,15 @@ impl Control {
                 let disk = self.disks.find(disk.as_deref())?;
                 disk.drain_flash().await?;
                 json!(disk.flash_stats().await?)
+            }
+            Request::TierStatus { disk } => self.disks.find(disk.as_deref())?.tier_facts().await?,
+            Request::TierPromote { disk, ranges, copy, demote } => {
+                let disk = self.disks.find(disk.as_deref())?;
+                let ranges = Ranges { ranges: ranges.clone(), copies_base: *copy };
+                match demote {
+                    true => json!({ "demoted": disk.demote(&ranges).await? }),
+                    false => json!(disk.promote(&ranges).await?),
+                }
             }
             Request::ClientList {} => {
                 let clients = self.clients.list();

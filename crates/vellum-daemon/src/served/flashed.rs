@@ -1,4 +1,4 @@
-//! The flash cache over a disk that is served: its policy, and what only the cache has.
+//! The flash cache over a disk that is served, its policy, and what only the cache has; and its fast medium.
 //!
 //! ```text
 //!   another policy    drain, while guests are at work ► requests wait ► drain the rest ► the image is closed, and
@@ -15,6 +15,7 @@ use vellum_layer::Chain;
 
 use super::{IS_READ, Served, Step, reads_a_snapshot};
 use crate::flash::FlashStats;
+use crate::tier;
 
 impl Served {
     /// What it does with the flash cache of the server.
@@ -38,6 +39,33 @@ impl Served {
             return Err(no_cache());
         }
         chain.drain().await
+    }
+
+    /// What it has on its fast medium.
+    ///
+    /// # Errors
+    /// `Unsupported` where it is served without one.
+    pub(crate) async fn tier_facts(&self) -> Result<serde_json::Value> {
+        let chain = self.chain.read().await;
+        tier::facts_in(chain.as_ref().ok_or_else(|| self.is_closed())?)
+    }
+
+    /// Copies ranges to its fast medium, while guests are at work.
+    ///
+    /// # Errors
+    /// As above, and those of the image and of the medium.
+    pub(crate) async fn promote(&self, ranges: &tier::Ranges) -> Result<tier::PromotedUnits> {
+        let chain = self.chain.read().await;
+        tier::promote_in(chain.as_ref().ok_or_else(|| self.is_closed())?, ranges).await
+    }
+
+    /// Takes ranges back.
+    ///
+    /// # Errors
+    /// As above.
+    pub(crate) async fn demote(&self, ranges: &tier::Ranges) -> Result<u64> {
+        let chain = self.chain.read().await;
+        tier::demote_in(chain.as_ref().ok_or_else(|| self.is_closed())?, ranges).await
     }
 
     /// Changes what it does with the flash cache.

@@ -113,7 +113,8 @@ pub(super) fn image_options(export: &ExportSpec, how: &How) -> ImageOptions {
     let wished_tap = (!export.hydration.ignores_wish).then(|| options.clone());
     let tap = is_wanted.then_some(options);
     let flash = how.flash.as_ref().map(|flash| flash.choice(export.flash_policy));
-    ImageOptions { tap, wished_tap, flash, pin_base: copy_on_read || prefetch, ..export.image.clone() }
+    let fast = how.fast.clone();
+    ImageOptions { tap, wished_tap, flash, fast, pin_base: copy_on_read || prefetch, ..export.image.clone() }
 }
 
 /// The names of the limits.

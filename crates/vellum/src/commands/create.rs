@@ -7,14 +7,16 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use serde::Serialize;
-use vellum_core::{BlockSize, Error, Result};
+use vellum_core::{BlockSize, Context, Error, Result};
 use vellum_daemon::template::ListUse;
+use vellum_daemon::tier::{self, FastFor};
 use vellum_daemon::{
-    Compression, CreateTarget, FormatKind, IoMode, Layout, NativeImage, Preallocation, Qcow2Options,
-    create_native, create_qcow2, create_raw, no_new_luks, run as run_worker,
+    Compression, CreateTarget, FormatKind, ImageOptions, IoMode, Layout, NativeImage, Preallocation,
+    Qcow2Options, create_native, create_qcow2, create_raw, no_new_luks, run as run_worker,
 };
 
 use super::Outcome;
+use super::tier::FastArgs;
 use crate::args::{AllowArgs, NewImage, OutputFormat, options_help, parse_format, parse_size, prealloc_text};
 use crate::output::{complain, human_bytes, say, say_json};
 use crate::secrets::SecretArgs;
@@ -58,6 +60,14 @@ pub(crate) struct Args {
     /// Output format
     #[arg(long, value_enum, default_value_t)]
     output: OutputFormat,
+    /// Attach the disk to this fast medium, a file or block device on an SSD
+    ///
+    /// Needs -f vellum with layout=table or layout=zoned. It is made if it does not exist, with --fast-size. Parts of the
+    /// disk are copied there with `vellum tier promote`, and `vellum serve --fast` reads them from there.
+    #[arg(long, value_name = "PATH")]
+    fast: Option<PathBuf>,
+    #[command(flatten)]
+    fast_how: FastArgs,
     #[command(flatten)]
     allow: AllowArgs,
     #[command(flatten)]
@@ -153,6 +163,12 @@ pub(crate) fn run(args: Args) -> Outcome {
             .into());
         }
     };
+    let fast = args.fast.clone().map(|path| args.fast_how.at(path));
+    if fast.is_some() && format != FormatKind::Native {
+        let why = "--fast needs `-f vellum` with -o layout=table or layout=zoned. With other formats, put the backing \
+                   image on fast storage";
+        return Err(Error::invalid(why).into());
+    }
     let target = CreateTarget {
         path,
         size,
@@ -165,6 +181,10 @@ pub(crate) fn run(args: Args) -> Outcome {
         stands_on_encrypted: Arc::default(),
     };
     let mut made = run_worker(IoMode::Auto, async || make(format, &target, &new).await)??;
+    if let Some(fast) = &fast {
+        let attached = run_worker(IoMode::Auto, async || attach(&target, fast).await)?;
+        attached.context(|| format!("{} was created without a fast medium", target.path.display()))?;
+    }
     new.qcow2 = made.qcow2.take().unwrap_or(new.qcow2);
     let options = new.qcow2.clone();
     if let Some(NativeImage { zeros: ListUse::Refused(error), .. }) = &made.native {
@@ -196,6 +216,11 @@ pub(crate) fn run(args: Args) -> Outcome {
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+async fn attach(target: &CreateTarget, fast: &FastFor) -> Result<()> {
+    let options = ImageOptions { format: Some(FormatKind::Native), ..ImageOptions::default() };
+    tier::attach(&target.path, fast, &options).await.map(drop)
 }
 
 /// The name as an image holds it.

@@ -128,6 +128,7 @@ fn human(image: &ImageFacts) -> String {
                 ("journal", journal) => journal_line(journal, image),
                 ("bitmaps", Value::Array(all)) => all.iter().map(bitmap_text).collect::<Vec<_>>().join(", "),
                 ("flash", flash) => flash_line(flash),
+                ("fast", fast) => fast_line(fast),
                 ("encrypt", encryption) => encryption_text(encryption),
                 ("slots", slots) => format!("{} in use", slots_in_use(slots)),
                 (_, Value::String(text)) => printable(text).into_owned(),
@@ -256,6 +257,13 @@ fn flash_line(flash: &Value) -> String {
         _ => "the cache holds writes that the image has not",
     };
     format!("cache {}, session {}; {state}", text("cache"), text("number"))
+}
+
+/// What there is to tell of a fast medium.
+fn fast_line(fast: &Value) -> String {
+    let name = printable(fast["name"].as_str().unwrap_or_default()).into_owned();
+    let counts = if fast["counts"] == true { "its copies count" } else { "no copy there counts" };
+    format!("{name} (id {}); {counts}", fast["id"].as_str().unwrap_or_default())
 }
 
 fn bitmap_text(bitmap: &Value) -> String {

@@ -29,6 +29,7 @@ pub(crate) mod serve;
 pub(crate) mod snapshot;
 pub(crate) mod stats;
 pub(crate) mod template;
+pub(crate) mod tier;
 pub(crate) mod trace;
 
 use std::process::ExitCode;

@@ -211,6 +211,12 @@ pub(crate) struct Args {
     /// The server ends sooner, and the images can only be used with this cache. By default the images are completed.
     #[arg(long, requires = "flash", help_heading = FLASH)]
     flash_keep: bool,
+    /// Read from copies on this fast medium, a file or block device on an SSD
+    ///
+    /// Images that are attached to it (`vellum tier attach`) use it, and others do not. One server at a time has it, for
+    /// all of its disks. Without it, an attached disk is served from its image, and the first write makes its copies void.
+    #[arg(long, value_name = "PATH", help_heading = FLASH)]
+    fast: Option<PathBuf>,
     /// Run this command when the device of a vellum image is nearly full
     ///
     /// The image needs layout=zoned or table. The command is run without a shell; {device}, {size} (the new size
@@ -612,6 +618,7 @@ pub(crate) fn run(args: Args) -> Outcome {
         memory_bytes: usize::try_from(args.memory).unwrap_or(usize::MAX),
         session_limits: Default::default(),
         drain_time: Duration::from_secs(args.drain_seconds),
+        fast: args.fast.clone(),
         flash: args.flash.clone().map(|path| FlashSpec {
             path,
             keeps_dirty: args.flash_keep,

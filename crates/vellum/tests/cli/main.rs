@@ -20,6 +20,7 @@
 //!   signals.rs   what ends a server and what does not: signals, a log without a reader; rights of sockets
 //!   sockets.rs   sockets that a service manager passes
 //!   space.rs     full file systems, block devices
+//!   tier.rs      disks with copies on a fast medium
 //!   trust.rs     images whose headers name files of others
 //!   ublk.rs      what is said where there can be no block devices
 //!   unit.rs      the unit for systemd: checked by systemd, and its command carried out
@@ -51,6 +52,7 @@ mod remote;
 mod signals;
 mod sockets;
 mod space;
+mod tier;
 mod trust;
 mod ublk;
 mod unit;

@@ -1,0 +1,323 @@
+//! Fast media beside images (`docs/design/0021-tiers.md`): made, attached, filled, and open in a server.
+//!
+//! ```text
+//!   attach    medium made, if it is not there ► its row for the image ► the image names it
+//!   detach    the image names none ► the row is taken away
+//!   serve     --fast PATH: open and locked for all disks of the server, whose images may name it
+//! ```
+//!
+//! Each function must be called on a worker. A medium is opened for writing only where the user names it: what an image
+//! says of it is for people.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde::Serialize;
+use serde_json::{Value, json};
+use vellum_core::{
+    Buffer, Context, Error, ErrorKind, GuestOffset, GuestSpan, ImageOffset, Random, Result, SharedStorage,
+};
+use vellum_format::fast::{
+    FastId, FastMedium, NamedFast, NewRow, Promoted, Promotion, Reason, TierFacts, Tiers, create,
+};
+use vellum_io::{File, OpenOptions};
+use vellum_layer::Chain;
+
+use crate::flash::random_bytes;
+use crate::image::{ImageOptions, open_file, open_image};
+
+/// A fast medium for an image.
+#[derive(Debug, Clone)]
+pub struct FastFor {
+    /// The file or block device.
+    pub path: PathBuf,
+    /// How large it is made, in bytes, if it is not there yet. Of a block device, all of it when not given.
+    pub size: Option<u64>,
+    /// What the image's copies may take of it, in bytes; all of it when not given.
+    pub budget: Option<u64>,
+}
+
+/// An image that was attached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Attached {
+    /// Whether the medium was made for this.
+    pub is_new: bool,
+    /// How many bytes of copies the medium has room for.
+    pub room: u64,
+    /// At most this many of them are the image's.
+    pub budget: u64,
+}
+
+/// What is copied to the fast medium, or taken back.
+#[derive(Debug, Clone)]
+pub struct Ranges {
+    /// Offset and length, in bytes; everything where there is none.
+    pub ranges: Vec<(u64, u64)>,
+    /// Also what is read from the backing image.
+    pub copies_base: bool,
+}
+
+impl Ranges {
+    fn spans(&self, size: u64) -> Result<Vec<GuestSpan>> {
+        if self.ranges.is_empty() {
+            return Ok(vec![GuestOffset::ZERO.span(size)]);
+        }
+        let span = |(at, len): &(u64, u64)| {
+            let span = GuestSpan::checked(GuestOffset::new(*at), *len);
+            span.filter(|span| span.end().bytes() <= size && !span.is_empty()).ok_or_else(|| {
+                Error::invalid(format!(
+                    "the range {at}+{len} does not lie in the disk, which has {size} bytes"
+                ))
+            })
+        };
+        self.ranges.iter().map(span).collect()
+    }
+}
+
+/// What became of a promotion, as programs read it.
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct PromotedUnits {
+    /// The size of a unit in bytes.
+    pub unit_size: u64,
+    /// Units that were copied.
+    pub promoted: u64,
+    /// Units that were there already.
+    pub there: u64,
+    /// Units left in the backing image.
+    pub in_backing: u64,
+    /// Units that read as zero.
+    pub zero: u64,
+    /// Units that were written meanwhile.
+    pub written: u64,
+    /// Units for which there was no room, or the budget is spent.
+    pub no_room: u64,
+    /// Units that the image has no bit for.
+    pub no_bit: u64,
+}
+
+impl PromotedUnits {
+    fn of(unit_size: u64, done: Promoted) -> Self {
+        let Promoted { units, there, in_base, zero, written, no_room, no_bit } = done;
+        Self { unit_size, promoted: units, there, in_backing: in_base, zero, written, no_room, no_bit }
+    }
+}
+
+fn context(path: &Path) -> impl Fn() -> String + '_ {
+    move || format!("can't open the fast medium {}", path.display())
+}
+
+async fn open_storage(path: &Path) -> Result<SharedStorage> {
+    let opened = File::open(path, OpenOptions::writing()).await;
+    Ok(opened.map_err(|error| match error.kind() {
+        ErrorKind::Locked => error.context(format!(
+            "the fast medium {} is in use: one server at a time has it, and all of its disks are served by that one",
+            path.display()
+        )),
+        ErrorKind::NotFound => error.context(format!(
+            "can't open the fast medium {} (`vellum tier attach` makes one)",
+            path.display()
+        )),
+        _ => error.context(context(path)()),
+    })?)
+}
+
+async fn open_on(storage: SharedStorage) -> Result<Arc<FastMedium>> {
+    FastMedium::open(storage, Random::from_seed(u64::from_be_bytes(random_bytes()?))).await
+}
+
+/// Opens a fast medium, and locks it.
+///
+/// # Errors
+/// `Locked` while another program has it, `Invalid` when it is none, and the errors of the storage.
+pub async fn open_medium(path: &Path) -> Result<Arc<FastMedium>> {
+    open_on(open_storage(path).await?).await.context(context(path))
+}
+
+/// Opens a fast medium, which is made if there is none yet. Whether it was.
+async fn open_or_make(fast: &FastFor) -> Result<(Arc<FastMedium>, bool)> {
+    let path = &fast.path;
+    let is_new = !path.exists();
+    let storage: SharedStorage = match is_new {
+        true if fast.size.is_none() => {
+            let why = format!("{} does not exist: give its size to make it (--fast-size)", path.display());
+            return Err(Error::new(ErrorKind::NotFound, why));
+        }
+        true => File::create_new(path, OpenOptions::writing()).await?,
+        false => open_storage(path).await?,
+    };
+    if !is_new && has_something(&storage).await? {
+        // What is there is either a fast medium, or not to be lost.
+        return Ok((open_on(storage).await.context(context(path))?, false));
+    }
+    let made = async {
+        let bytes = fast.size.unwrap_or(storage.len());
+        let id =
+            FastId::new(random_bytes()?).ok_or_else(|| Error::corrupt("the host gave no random bytes"))?;
+        create(&storage, bytes, id).await?;
+        open_on(storage.clone()).await
+    };
+    let made = made.await;
+    if made.is_err() && is_new {
+        drop(storage);
+        drop(std::fs::remove_file(path));
+    }
+    Ok((made?, true))
+}
+
+async fn has_something(storage: &SharedStorage) -> Result<bool> {
+    let len = usize::try_from(storage.len().min(1 << 20)).expect("a mebibyte");
+    Ok(!storage.read(ImageOffset::ZERO, Buffer::for_overwrite(len)).await?.is_zero())
+}
+
+/// Attaches a closed image to a fast medium. Nothing is copied by this.
+///
+/// # Errors
+/// `Unsupported` for an image that has no place for it, `Refused` for one that names another medium, and the errors of
+/// both.
+pub async fn attach(image: &Path, fast: &FastFor, options: &ImageOptions) -> Result<Attached> {
+    let (storage, kind) = open_file(image, options).await?;
+    let head = kind.format().read(&*storage).await?;
+    let Some(uuid) = head.uuid() else {
+        let why = "only images of the format vellum can have a fast medium. With others, put the backing image on fast \
+                   storage";
+        return Err(Error::unsupported(format!("{}: {why}", image.display())));
+    };
+    let (medium, is_new) = open_or_make(fast).await?;
+    if let Some(other) = head.fast().filter(|named| named.id != medium.id()) {
+        return Err(Error::new(
+            ErrorKind::Refused,
+            format!(
+                "{} is attached to another fast medium, last seen at {}: `vellum tier detach` it first",
+                image.display(),
+                other.name
+            ),
+        ));
+    }
+    let budget = fast.budget.unwrap_or(u64::MAX);
+    let name = image.display().to_string();
+    medium.attach(NewRow { uuid, budget, name }).await?;
+    let place = fast.path.canonicalize().unwrap_or_else(|_| fast.path.clone());
+    kind.format().attach_fast(&storage, medium.id(), &place.display().to_string()).await?;
+    let room = medium.room_bytes();
+    Ok(Attached { is_new, room, budget: budget.min(room) })
+}
+
+/// Lets an image name no fast medium, and takes its row away on `fast`, if that is given. Returns what it named.
+///
+/// # Errors
+/// The errors of both.
+pub async fn detach(image: &Path, fast: Option<&Path>, options: &ImageOptions) -> Result<Option<NamedFast>> {
+    let medium = match fast {
+        Some(path) => Some(open_medium(path).await?),
+        None => None,
+    };
+    let (storage, kind) = open_file(image, options).await?;
+    let head = kind.format().read(&*storage).await?;
+    let named = head.fast();
+    kind.format().detach_fast(&storage).await?;
+    if let (Some(medium), Some(uuid)) = (medium, head.uuid()) {
+        medium.forget(uuid).await?;
+    }
+    Ok(named)
+}
+
+/// What a closed image names, and with the medium what it has there.
+///
+/// # Errors
+/// The errors of both.
+pub async fn status(
+    image: &Path,
+    fast: Option<&Path>,
+    options: &ImageOptions,
+) -> Result<(Option<NamedFast>, Option<TierFacts>)> {
+    let Some(fast) = fast else {
+        let (storage, kind) = open_file(image, options).await?;
+        return Ok((kind.format().read(&*storage).await?.fast(), None));
+    };
+    let fast = Some(open_medium(fast).await?);
+    let chain = open_image(image, &ImageOptions { fast, ..options.clone() }).await?;
+    let named = chain.top().head.fast();
+    let facts = chain.tier().map(|tier| tier.facts());
+    chain.close().await?;
+    Ok((named, facts))
+}
+
+/// Copies ranges of a closed image to its fast medium, or takes them back.
+///
+/// # Errors
+/// The errors of both, and why the medium cannot be used.
+pub async fn promote(
+    image: &Path,
+    fast: &Path,
+    ranges: &Ranges,
+    options: &ImageOptions,
+) -> Result<PromotedUnits> {
+    let medium = open_medium(fast).await?;
+    let chain = open_image(image, &ImageOptions { fast: Some(medium), ..options.clone() }).await?;
+    let done = promote_in(&chain, ranges).await;
+    let closed = chain.close().await;
+    done.and_then(|done| closed.map(|()| done))
+}
+
+/// As above, the other way. How many units.
+///
+/// # Errors
+/// As above.
+pub async fn demote(image: &Path, fast: &Path, ranges: &Ranges, options: &ImageOptions) -> Result<u64> {
+    let medium = open_medium(fast).await?;
+    let chain = open_image(image, &ImageOptions { fast: Some(medium), ..options.clone() }).await?;
+    let done = demote_in(&chain, ranges).await;
+    let closed = chain.close().await;
+    done.and_then(|done| closed.map(|()| done))
+}
+
+fn tier_of(chain: &Chain) -> Result<&Arc<dyn Tiers>> {
+    chain.tier().ok_or_else(|| {
+        Error::unsupported(
+            "the image is open without a fast medium: give it with --fast PATH (`vellum tier attach`)",
+        )
+    })
+}
+
+pub(crate) async fn promote_in(chain: &Chain, ranges: &Ranges) -> Result<PromotedUnits> {
+    let tier = tier_of(chain)?;
+    let ranges_of_disk = ranges.spans(chain.disk().geometry().size)?;
+    let promotion =
+        Promotion { ranges: ranges_of_disk, reason: Reason::Asked, copies_base: ranges.copies_base };
+    let done = tier.promote(promotion).await?;
+    Ok(PromotedUnits::of(tier.facts().unit_bytes, done))
+}
+
+pub(crate) async fn demote_in(chain: &Chain, ranges: &Ranges) -> Result<u64> {
+    let spans = ranges.spans(chain.disk().geometry().size)?;
+    tier_of(chain)?.demote(&spans).await
+}
+
+pub(crate) fn facts_in(chain: &Chain) -> Result<Value> {
+    Ok(facts_json(&tier_of(chain)?.facts()))
+}
+
+/// The state of a tier as programs read it.
+pub fn facts_json(facts: &TierFacts) -> Value {
+    let reasons: serde_json::Map<String, Value> = Reason::ALL
+        .iter()
+        .zip(facts.by_reason)
+        .map(|(reason, units)| (reason.word().to_owned(), json!(units)))
+        .collect();
+    json!({
+        "trouble": facts.trouble.as_ref().map(Error::chain),
+        "unit-size": facts.unit_bytes,
+        "units": facts.units,
+        "units-by-reason": reasons,
+        "used-bytes": facts.used,
+        "budget-bytes": facts.budget,
+        "fast-reads": facts.fast_reads[0],
+        "fast-read-bytes": facts.fast_reads[1],
+        "slow-reads": facts.slow_reads[0],
+        "slow-read-bytes": facts.slow_reads[1],
+        "failed-reads": facts.failed_reads,
+        "promoted": facts.promoted,
+        "demoted": facts.demoted,
+    })
+}

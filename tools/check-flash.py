@@ -25,7 +25,7 @@ PAIRS_MAX = 2048
 WORDS_MAX = 512
 REGION = 1 << 14
 WORD = 64 * REGION
-FEATURES = 1
+FEATURES = 3
 BLOCKS = 1 << 48
 MASK64 = (1 << 64) - 1
 
@@ -236,10 +236,12 @@ class Cache:
                 and self.ring_len % BLOCK == 0 and 128 << 10 <= self.ring_len <= 64 << 20)
         if not good:
             raise Wrong("the superblock contradicts itself")
-        self.ring_at = 2 * BLOCK + 2 * (self.parts + 1) * PLACE
-        self.slots_at = self.ring_at + self.ring_len
-        if self.slots_at + self.slots * BLOCK > self.len:
-            raise Wrong(f"it should have {self.slots_at + self.slots * BLOCK} bytes, and has {self.len}")
+        self.slices_at = 2 * BLOCK + (self.slots * BLOCK if features & 2 else 0)
+        self.ring_at = self.slices_at + 2 * (self.parts + 1) * PLACE
+        self.slots_at = 2 * BLOCK if features & 2 else self.ring_at + self.ring_len
+        end = max(self.slots_at + self.slots * BLOCK, self.ring_at + self.ring_len)
+        if end > self.len:
+            raise Wrong(f"it should have {end} bytes, and has {self.len}")
 
     def record_at(self, ring, at):
         head = ring[at:at + 64]
@@ -301,7 +303,7 @@ class Cache:
     def slice(self, number):
         found = []
         for place in range(2):
-            data = self.read(2 * BLOCK + (2 * number + place) * PLACE, PLACE)
+            data = self.read(self.slices_at + (2 * number + place) * PLACE, PLACE)
             magic, _, its, id_, as_of, length, zero = struct.unpack_from(">8sII16sQI20s", data)
             if magic == b"VELLUMF2" and its == number and id_ == self.id and length <= PAYLOAD_MAX and not any(zero):
                 if has_good_crc(data[:64 + length], 8):

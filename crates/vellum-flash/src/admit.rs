@@ -10,7 +10,7 @@
 //!    into the map, and if nothing is known of it still.
 //! 3. Only what this image itself has is kept; what a disk below has is kept for that disk, so clones share it.
 //!    Zeros are not kept.
-//! 4. Only spare slots are used, and nothing waits.
+//! 4. Only spare slots and spare memory are used, and nothing waits.
 //! 5. Under writethrough nothing is published while home has changes that no flush has covered, in regions that do not count
 //!    as written: home may lose what was read.
 
@@ -155,7 +155,8 @@ impl Home {
                     && state.find(key) == Found::Home
                     && !state.is_undecided(self.row)
                     && self.is_all_recorded()
-                    && state.room_for(Share::Admit) >= PUT_BYTES;
+                    && state.room_for(Share::Admit) >= PUT_BYTES
+                    && state.has_spare_memory();
                 if may {
                     state.put(key, slot, sectors, false, Some(checks), Share::Admit);
                 } else {

@@ -40,11 +40,14 @@ impl FlashCache {
         id: CacheId,
         mut state: State,
         options: FlashOptions,
-    ) -> Arc<Self> {
-        state.replace_by(options.replacement);
+    ) -> Result<Arc<Self>> {
+        let fetched_bytes_max = options.fetched_bytes_max as u64;
+        let limited = state.limit_memory(options.memory_bytes_max, fetched_bytes_max, options.replacement);
+        limited.context(|| storage.name().to_owned())?;
         let clock: Option<Arc<dyn Clock>> = options.clock.clone();
         let random = Mutex::new(options.chance.clone());
-        Arc::new(Self {
+        Ok(Arc::new_cyclic(|me| Self {
+            me: me.clone(),
             storage,
             id,
             layout: state.layout,
@@ -65,10 +68,13 @@ impl FlashCache {
             random,
             counts: Mutex::default(),
             is_closed: AtomicBool::new(false),
+            is_cut: AtomicBool::new(false),
+            looked: Mutex::default(),
             publishing: async_lock::Mutex::new(()),
             fetched_bytes: AtomicU64::new(0),
             pace: Mutex::default(),
-        })
+            trims: Mutex::default(),
+        }))
     }
 
     /// The cache's id, which images name.
@@ -79,6 +85,11 @@ impl FlashCache {
     /// The name of its storage, for messages.
     pub fn name(&self) -> &str {
         self.storage.name()
+    }
+
+    /// What proves its storage.
+    pub fn proof(&self) -> Option<vellum_core::pin::Proof> {
+        self.storage.proof()
     }
 
     /// Why the cache has stopped; none while it works.
@@ -190,20 +201,44 @@ impl FlashCache {
 
     // Room.
 
-    /// Gets room in the slice of a part: clean blocks leave it, or blocks of it go home.
-    pub(crate) async fn make_part_room(&self, part: u32) -> Result<()> {
+    /// Gets room in the slice of a part: clean blocks leave it, or blocks of it go home: the disk's own, or those of
+    /// another one that is not in trouble, and whose home is not being written already. Those are not waited for.
+    pub(crate) async fn make_part_room(&self, own: &Home, part: u32) -> Result<()> {
         self.stop.check()?;
-        let dirty = self.state().empty_part(part);
-        let Some(key) = dirty else { return Ok(()) };
+        let listener = self.freed.listen();
+        let mut dirty = self.state().empty_part(part);
+        if dirty.is_empty() {
+            return Ok(());
+        }
         if self.state().room_for(Share::Evict) < 16 {
             return self.commit_all().await;
         }
-        let home = lock(&self.disks).get(&key.row()).and_then(Weak::upgrade);
-        let written = match home {
-            Some(home) => home.write_back_from(key.block()).await?,
-            None => 0,
-        };
-        if written == 0 { Err(part_is_full(self.name())) } else { Ok(()) }
+        dirty.sort_by_key(|key| key.row() != own.row);
+        let mut is_busy = false;
+        for key in dirty {
+            if key.row() == own.row {
+                return match own.write_back_from(key.block()).await? {
+                    0 => Err(part_is_full(self.name())),
+                    _ => Ok(()),
+                };
+            }
+            let Some(home) = lock(&self.disks).get(&key.row()).and_then(Weak::upgrade) else { continue };
+            if home.writing_back.try_lock().is_none() {
+                is_busy |= lock(&home.trouble).is_none();
+            } else if lock(&home.trouble).is_none() {
+                // Its error is its own: the next look passes it over.
+                let written = home.write_back_from(key.block()).await;
+                return match home.noting(written) {
+                    Ok(0) => Err(part_is_full(self.name())),
+                    _ => Ok(()),
+                };
+            }
+        }
+        if !is_busy {
+            return Err(part_is_full(self.name()));
+        }
+        listener.await;
+        Ok(())
     }
 
     /// The disk is closed.
@@ -224,6 +259,52 @@ impl FlashCache {
 
     pub(crate) fn slot_at(&self, slot: Slot) -> ImageOffset {
         self.layout.slot_at(slot)
+    }
+
+    /// Reads from slots. What of them is gone does not read as zeros.
+    pub(crate) async fn read_slots(&self, at: ImageOffset, buffer: Buffer) -> Result<Buffer> {
+        if self.is_cut.load(Ordering::Acquire) {
+            return Err(self.cut());
+        }
+        let read = self.storage.read(at, buffer).await;
+        read.map_err(|error| if error.kind() == ErrorKind::Changed { self.note_cut(error) } else { error })
+    }
+
+    fn cut(&self) -> Error {
+        let why = format!("{}: part of the flash cache was cut off while it was in use", self.name());
+        Error::new(ErrorKind::Changed, why)
+    }
+
+    fn note_cut(&self, error: Error) -> Error {
+        self.is_cut.store(true, Ordering::Release);
+        self.stop.stop(error, format!("{}: part of the flash cache was cut off", self.name()))
+    }
+
+    /// Fails once the storage is shorter than it was, and stops the cache. The file is longer than what is written of it
+    /// ([`FlashCache::keep_witness`]), so what was cut off does not come back by later writes.
+    pub(crate) async fn check_whole(&self) -> Result<()> {
+        if self.is_cut.load(Ordering::Acquire) {
+            return Err(self.cut());
+        }
+        match self.storage.look_at_len().await {
+            Ok(len) if len >= self.layout.total_bytes() => Ok(()),
+            Ok(_) => Err(self.note_cut(self.cut())),
+            Err(error) if error.kind() == ErrorKind::Changed => Err(self.note_cut(error)),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Makes a file longer than what is ever written of it: then its length shows for good that it was cut, also where
+    /// slots were written behind the cut since.
+    ///
+    /// # Errors
+    /// Those of the storage.
+    pub async fn keep_witness(&self) -> Result<()> {
+        let wanted = self.layout.total_bytes() + crate::layout::BLOCK_BYTES;
+        if self.storage.limits().fixed_len || self.storage.len() >= wanted {
+            return Ok(());
+        }
+        self.storage.set_len(wanted).await
     }
 
     /// Writes whole or partial slots: neighbours in one write. `parts` are in the order of their places.

@@ -46,11 +46,28 @@ async fn write_all(storage: &SharedStorage, id: u128, layout: &Layout) -> Result
     storage.write_zeroes(ImageOffset::ZERO.span(2 * BLOCK_BYTES), Zeroes::Allocated).await?;
     storage.flush().await?;
     storage.write_zeroes(layout.ring(), Zeroes::Allocated).await?;
+    write_slices(storage, id, layout, &mut |_| Ok(Vec::new())).await?;
+    storage.flush().await?;
+    let superblock = Superblock { id, layout: *layout, features: Superblock::KNOWN }.encode();
+    for at in [0, COPY_AT] {
+        storage.write(ImageOffset::new(at), Buffer::copy_of(&superblock)).await?;
+    }
+    storage.flush().await // commit point
+}
+
+/// Writes the first place of each slice, as of no record, and zeros into the start of the second. `payload` says what is
+/// in a slice, and may stop it all.
+pub(crate) async fn write_slices(
+    storage: &SharedStorage,
+    id: u128,
+    layout: &Layout,
+    payload: &mut dyn FnMut(u32) -> Result<Vec<u8>>,
+) -> Result<()> {
     let mut number = 0;
     while number < layout.slices() {
         let mut writes: Vec<LocalFuture<'_, Result<()>>> = Vec::new();
         while number < layout.slices() && writes.len() < WRITES_AT_ONCE {
-            let slice = Slice { number, as_of: 0, payload: Vec::new() };
+            let slice = Slice { number, as_of: 0, payload: payload(number)? };
             writes.push(storage.write(layout.slice_at(number, 0), Buffer::copy_of(&slice.encode(id))));
             let second = layout.slice_at(number, 1).span(BLOCK_BYTES);
             writes.push(storage.write_zeroes(second, Zeroes::Allocated));
@@ -58,10 +75,5 @@ async fn write_all(storage: &SharedStorage, id: u128, layout: &Layout) -> Result
         }
         try_join_all(writes).await?;
     }
-    storage.flush().await?;
-    let superblock = Superblock { id, layout: *layout, features: Superblock::KNOWN }.encode();
-    for at in [0, COPY_AT] {
-        storage.write(ImageOffset::new(at), Buffer::copy_of(&superblock)).await?;
-    }
-    storage.flush().await // commit point
+    Ok(())
 }

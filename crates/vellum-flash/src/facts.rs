@@ -39,6 +39,10 @@ pub struct Facts {
     pub ring_used: u64,
     /// Memory for the map and all that belongs to it.
     pub memory_bytes: u64,
+    /// The most memory that the cache takes.
+    pub budget_bytes: u64,
+    /// What counts against that: what is there, and what a commit may take besides.
+    pub budget_used_bytes: u64,
     /// The newest record.
     pub sequence: u64,
     /// How many parts the map has.
@@ -100,13 +104,15 @@ impl Facts {
 
     fn of_state(state: &State) -> Self {
         Self {
-            free_slots: u64::from(state.slots.free() + state.slots.leaving()),
+            free_slots: u64::from(state.slots.free() + state.slots.leaving() + state.slots.trimmed()),
             blocks: state.map.blocks(),
             dirty_blocks: state.map.dirty_blocks(),
             zero_runs: state.ledger.zeros.len() as u64,
             written_regions: state.ledger.regions.count(),
             ring_used: state.ring_used(),
             memory_bytes: state.memory_bytes(),
+            budget_bytes: state.budget_bytes(),
+            budget_used_bytes: state.budget_used(),
             sequence: state.durable,
             ..Self::of_layout(&state.layout)
         }
@@ -222,10 +228,11 @@ pub async fn check(storage: &SharedStorage, say: &mut dyn FnMut(String)) -> Resu
 
 impl FlashCache {
     /// Opens a cache: recovers what a crash left, and continues there. One process has it at a time; the caller sees to
-    /// that with a lock on the storage.
+    /// that with a lock on the storage. Clean blocks for which the memory is too little are given up at once; what is
+    /// dirty stays, also where it takes more.
     ///
     /// # Errors
-    /// `Corrupt` when it is none or has lost what was durable, `Unsupported` for another version, and those of the
+    /// `Invalid` when the memory is too little for any blocks. `Corrupt` when it is none or has lost what was durable, `Unsupported` for another version, and those of the
     /// storage.
     pub async fn open(storage: SharedStorage, options: FlashOptions) -> Result<std::sync::Arc<Self>> {
         let start = recover::recover(&storage).await?;
@@ -234,7 +241,9 @@ impl FlashCache {
         // Home and flash may differ where an opening that did not end well has written.
         let is_void = state.void_regions(None);
         debug_assert!(is_void, "a record has room for all words");
-        Ok(Self::with(storage, id, state, options))
+        let cache = Self::with(storage, id, state, options)?;
+        cache.shed_at_open().await?;
+        Ok(cache)
     }
 
     /// Facts, as of now.

@@ -14,6 +14,8 @@
 //! 4. One write-back of a disk is under way at a time, so what is older never comes home later.
 //! 5. Write-back waits for no slot, and for no claim.
 //! 6. What cannot go home stays dirty, and the caller gets the error.
+//! 7. After the slots were read, the storage of the cache is as long as ever. A file that somebody has cut reads as
+//!    zeros where slots were written behind the cut since.
 
 use std::sync::atomic::Ordering;
 
@@ -126,6 +128,7 @@ impl Home {
             chosen.iter().filter(holds).filter_map(found).collect()
         };
         let (mut going, unreadable) = self.read_slots(still).await;
+        cache.check_whole().await?; // rule 7
         going.retain(|going| !watch.is_touched(going.key.block()));
         let size = self.size();
         self.write_blocks(&going, size).await?;
@@ -168,7 +171,7 @@ impl Home {
         let runs = by_slot.chunk_by(|(_, a, _), (_, b, _)| a.0 + 1 == b.0);
         let read_run = async |run: &[(Key, Slot, u8)]| {
             let buffer = Buffer::for_overwrite(run.len() * BLOCK_LEN);
-            let mut bytes = cache.storage.read(cache.slot_at(run[0].1), buffer).await?;
+            let mut bytes = cache.read_slots(cache.slot_at(run[0].1), buffer).await?;
             let going = |(key, slot, sectors): &(Key, Slot, u8)| Going {
                 key: *key,
                 slot: *slot,

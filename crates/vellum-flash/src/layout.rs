@@ -4,11 +4,14 @@
 //!   0       4 KiB    8 KiB
 //!   ├ super ┼ super ─┼ slice 0 │ slice 0 ┼ … ┼ slice P │ slice P ┼ ring ─┼ slot 0 ┼ slot 1 ┼ …
 //!   │ block │ copy   │ place 0   place 1                         │       │
+//!
+//!   ├ super ┼ super ─┼ slot 0 ┼ slot 1 ┼ … ┼ slice 0 │ slice 0 ┼ … ┼ slice P │ slice P ┼ ring ─┤    slots first
 //! ```
 //!
 //! 1. Slots, parts and the ring's length determine every place. A superblock in which they contradict each
 //!    other is refused, so no later arithmetic can pass 2^63.
-//! 2. The part of a key depends on the cache's secret and on the key's group, never on which slots are in use.
+//! 2. Slots come first where the size was changed an odd number of times: then old and new tables are at different ends.
+//! 3. The part of a key depends on the cache's secret and on the key's group, never on which slots are in use.
 //!
 //! The text of this is `docs/format/flash.md`. Left out: what records and slices say (`record`).
 
@@ -142,6 +145,8 @@ pub(crate) struct Layout {
     pub(crate) parts: u32,
     /// The length of the ring of records, in bytes.
     pub(crate) ring_bytes: u64,
+    /// The slots come before the slices and the ring.
+    pub(crate) is_slots_first: bool,
 }
 
 impl Layout {
@@ -158,7 +163,7 @@ impl Layout {
             );
             return Err(Error::invalid(why));
         }
-        Ok(Self { secret, slots, parts: slots.div_ceil(PART_SLOTS), ring_bytes })
+        Ok(Self { secret, slots, parts: slots.div_ceil(PART_SLOTS), ring_bytes, is_slots_first: false })
     }
 
     /// The layout that fills `bytes` of flash best: a ring of a 256th, within its bounds, and as many slots
@@ -191,13 +196,25 @@ impl Layout {
     /// Where place `place` (0 or 1) of slice `number` begins.
     pub(crate) fn slice_at(&self, number: u32, place: u32) -> ImageOffset {
         debug_assert!(number <= self.parts && place < 2);
-        ImageOffset::new(SLICES_AT + (2 * u64::from(number) + u64::from(place)) * PLACE_BYTES)
+        self.tables().start() + (2 * u64::from(number) + u64::from(place)) * PLACE_BYTES
+    }
+
+    /// The slices and the ring.
+    pub(crate) fn tables(&self) -> ImageSpan {
+        let before = if self.is_slots_first { u64::from(self.slots) * BLOCK_BYTES } else { 0 };
+        let slices = 2 * u64::from(self.slices()) * PLACE_BYTES;
+        ImageOffset::new(SLICES_AT + before).span(slices + self.ring_bytes)
+    }
+
+    /// All slots.
+    pub(crate) fn all_slots(&self) -> ImageSpan {
+        let start = if self.is_slots_first { ImageOffset::new(SLICES_AT) } else { self.tables().end() };
+        start.span(u64::from(self.slots) * BLOCK_BYTES)
     }
 
     /// The ring of records.
     pub(crate) fn ring(&self) -> ImageSpan {
-        let start = SLICES_AT + 2 * u64::from(self.slices()) * PLACE_BYTES;
-        ImageOffset::new(start).span(self.ring_bytes)
+        ImageOffset::new(self.tables().end().bytes() - self.ring_bytes).span(self.ring_bytes)
     }
 
     /// The longest record.
@@ -208,12 +225,12 @@ impl Layout {
     /// Where a slot begins.
     pub(crate) fn slot_at(&self, slot: Slot) -> ImageOffset {
         debug_assert!(slot.0 < self.slots);
-        self.ring().end() + u64::from(slot.0) * BLOCK_BYTES
+        self.all_slots().start() + u64::from(slot.0) * BLOCK_BYTES
     }
 
     /// How many bytes of flash it takes.
     pub(crate) fn total_bytes(&self) -> u64 {
-        self.ring().end().bytes() + u64::from(self.slots) * BLOCK_BYTES
+        SLICES_AT + self.tables().len() + self.all_slots().len()
     }
 
     /// Which part of the map the key is in.
@@ -235,6 +252,8 @@ pub(crate) fn part_of(secret: u64, parts: u32, key: Key) -> u32 {
 
 const MAGIC: u64 = 0x5645_4C4C_554D_4630; // "VELLUMF0"
 const VERSION: u32 = 1;
+/// An incompatible feature: the slots come before the tables. The layout says it.
+const SLOTS_FIRST: u64 = 2;
 
 mod at {
     pub(super) const MAGIC: usize = 0;
@@ -271,7 +290,8 @@ impl Superblock {
         let mut bytes = vec![0; BLOCK_LEN];
         put64(&mut bytes, at::MAGIC, MAGIC);
         put32(&mut bytes, at::VERSION, VERSION);
-        put64(&mut bytes, at::INCOMPATIBLE, self.features);
+        let order = if self.layout.is_slots_first { SLOTS_FIRST } else { 0 };
+        put64(&mut bytes, at::INCOMPATIBLE, self.features | order);
         put128(&mut bytes, at::ID, self.id);
         put64(&mut bytes, at::SECRET, self.layout.secret);
         put32(&mut bytes, at::SLOTS, self.layout.slots);
@@ -292,10 +312,10 @@ impl Superblock {
             return Err(none());
         }
         let (version, features) = (be32(block, at::VERSION), be64(block, at::INCOMPATIBLE));
-        if version != VERSION || features & !Self::KNOWN != 0 {
+        if version != VERSION || features & !(Self::KNOWN | SLOTS_FIRST) != 0 {
             let why = format!(
                 "the flash cache has version {version} and features {features:#x}, this program knows version {VERSION} and features {:#x}: use the program that wrote it last",
-                Self::KNOWN
+                Self::KNOWN | SLOTS_FIRST
             );
             return Err(Error::unsupported(why));
         }
@@ -304,7 +324,23 @@ impl Superblock {
         if be32(block, at::PARTS) != layout.parts || be64(block, at::PLACE) != PLACE_BYTES {
             return Err(Error::corrupt("the superblock of the flash cache contradicts itself"));
         }
-        Ok(Self { id: be128(block, at::ID), layout, features })
+        let layout = Layout { is_slots_first: features & SLOTS_FIRST != 0, ..layout };
+        Ok(Self { id: be128(block, at::ID), layout, features: features & !SLOTS_FIRST })
+    }
+
+    /// Writes the copies that are not this one, each by itself: a change of size that was cut off between them is
+    /// completed.
+    pub(crate) async fn complete(&self, storage: &dyn Storage) -> Result<()> {
+        let wanted = self.encode();
+        for place in [0, COPY_AT] {
+            let buffer = vellum_core::Buffer::for_overwrite(BLOCK_LEN);
+            let found = storage.read(ImageOffset::new(place), buffer).await?;
+            if found.to_vec() != wanted {
+                storage.write(ImageOffset::new(place), vellum_core::Buffer::copy_of(&wanted)).await?;
+                storage.flush().await?; // commit point
+            }
+        }
+        Ok(())
     }
 
     /// Reads the first copy that is good. The storage has to be as long as the superblock says.

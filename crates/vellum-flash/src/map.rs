@@ -15,12 +15,18 @@
 //! 4. The memory is at most 65 bytes for a full group, on average over how full the tables are: 20 bytes at 64 % to
 //!    88 % of the places, and 34 with the mask of its page, which grow by an eighth.
 //!
+//! 5. What is counted for memory is the most that groups, odd blocks and numbers can take, with the places that tables
+//!    leave empty and numbers that no run has ([`Map::grown_bytes`]). What small tables keep counts for the part
+//!    ([`Map::empty_bytes_max`]). A block adds at most [`DIRTY_COST_MAX`], with its part of a copy of the slice and an
+//!    entry in the set of dirty groups. The dirty blocks of a group, as if nothing else were in it, take at most
+//!    [`dirty_cost`]. So a map without clean blocks has grown by no more than the cost of its groups.
+//!
 //! Nothing here reads or writes flash. Which slots are free is in `slots`.
 
 use crate::bytes::{be16, be32, be64};
 use crate::layout::{GROUP_BLOCKS, Key, Layout, PAYLOAD_MAX, ROWS_MAX, SECTORS_ALL, Slot};
-use crate::table::{Table, entry_of, key_of};
-use crate::units::{Units, order_of};
+use crate::table::{SMALL_PLACES, Table, entry_of, key_of};
+use crate::units::{NUMBER_BYTES_MAX, SMALL_BYTES_MAX, Units, order_of};
 
 /// What is known of a block that is cached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,6 +69,15 @@ const BLOCK_LEN_MAX: u32 = GROUP_LEN + ODD_LEN;
 /// [`PAYLOAD_MAX`], as parts count.
 const PAYLOAD_BYTES_MAX: u32 = 90_048;
 const _: () = assert!(PAYLOAD_BYTES_MAX as usize == PAYLOAD_MAX);
+/// The most memory for a group (20 bytes of 64 % of the places), for a block that is odd (14 bytes of them), and for
+/// what `state` keeps of a group that is dirty.
+const GROUP_COST: u64 = 32;
+const ODD_COST: u64 = 22;
+const DIRTY_GROUP_COST: u64 = 24;
+/// The most that a dirty block costs: it is odd, and the only one of its group. In a group that has more it costs less,
+/// also where it makes the run longer.
+pub(crate) const DIRTY_COST_MAX: u64 =
+    GROUP_COST + ODD_COST + DIRTY_GROUP_COST + NUMBER_BYTES_MAX + BLOCK_LEN_MAX as u64;
 /// Numbers of the run of a group.
 const NUMBERS_MAX: usize = 16;
 
@@ -77,6 +92,22 @@ struct Part {
     payload: u32,
 }
 
+/// What became of a block, and the most memory that the dirty blocks of its group take: before, and now.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Changed {
+    pub(crate) old: Option<Entry>,
+    pub(crate) cost_before: u64,
+    pub(crate) cost: u64,
+}
+
+/// The size of a part.
+#[derive(Debug, Clone, Copy)]
+struct Size {
+    groups: u64,
+    payload: u64,
+    grown: u64,
+}
+
 /// All parts.
 #[derive(Debug)]
 pub(crate) struct Map {
@@ -84,6 +115,10 @@ pub(crate) struct Map {
     parts: Vec<Part>,
     blocks: u64,
     dirty: u64,
+    /// Sums over all parts.
+    sum: Size,
+    /// The group that is looked at next for groups of few blocks: part, place in its table.
+    sparse_hand: (usize, usize),
     /// The group that is looked at next for blocks to give up: part, place in its table.
     hand: (usize, usize),
 }
@@ -158,7 +193,7 @@ impl Part {
         shorter
     }
 
-    fn put(&mut self, secret: u64, key: Key, new: Entry) -> Option<Entry> {
+    fn put(&mut self, secret: u64, key: Key, new: Entry) -> Changed {
         let (bit, index) = (1 << key.index(), key.index());
         let group_key = key.group().bits();
         let place = self.groups.find(secret, group_key).unwrap_or_else(|| {
@@ -166,6 +201,7 @@ impl Part {
             self.groups.insert(secret, entry_of(group_key))
         });
         let mut group = *self.groups.at(place).expect("just found");
+        let cost_before = dirty_cost(&group);
         let old = self.entry(secret, &group, key);
         let rank = rank(group[PRESENT], index);
         if old.is_none() {
@@ -193,7 +229,38 @@ impl Part {
         self.units.run_mut(group[RUN], rank + 1)[rank] = new.slot.within();
         group[DIRTY] = if new.dirty { group[DIRTY] | bit } else { group[DIRTY] & !bit };
         *self.groups.at_mut(place) = group;
-        old
+        self.close_gaps();
+        Changed { old, cost_before, cost: dirty_cost(&group) }
+    }
+
+    /// Makes all runs anew where the pages have become sparse.
+    fn close_gaps(&mut self) {
+        if !self.units.is_sparse() {
+            return;
+        }
+        let count_at = |place: usize| self.groups.at(place).map_or(0, |group| group[PRESENT].count_ones());
+        let mut places: Vec<usize> = (0..self.groups.places()).filter(|place| count_at(*place) > 0).collect();
+        // The longest first, so that none needs a page of which a shorter one has a part.
+        places.sort_by_key(|place| std::cmp::Reverse(order_of(count_at(*place))));
+        let mut units = Units::new();
+        for place in places {
+            let group = self.groups.at_mut(place);
+            let count = group[PRESENT].count_ones();
+            let run = units.take(order_of(count));
+            units.run_mut(run, count as usize).copy_from_slice(self.units.run(group[RUN], count as usize));
+            group[RUN] = run;
+        }
+        self.units = units;
+    }
+
+    fn size(&self) -> Size {
+        Size {
+            groups: self.groups.len() as u64,
+            payload: u64::from(self.payload),
+            grown: self.groups.len() as u64 * GROUP_COST
+                + self.odd.len() as u64 * ODD_COST
+                + self.units.used() * NUMBER_BYTES_MAX,
+        }
     }
 
     fn forget_odd(&mut self, secret: u64, key: Key) {
@@ -201,11 +268,13 @@ impl Part {
         self.odd.remove(secret, place);
     }
 
-    fn take_out(&mut self, secret: u64, key: Key) -> Option<Entry> {
+    fn take_out(&mut self, secret: u64, key: Key) -> Changed {
         let bit = 1 << key.index();
-        let place = self.groups.find(secret, key.group().bits())?;
+        let none = Changed::default();
+        let Some(place) = self.groups.find(secret, key.group().bits()) else { return none };
         let mut group = *self.groups.at(place).expect("just found");
-        let old = self.entry(secret, &group, key)?;
+        let Some(old) = self.entry(secret, &group, key) else { return none };
+        let cost_before = dirty_cost(&group);
         self.payload -= len_of(true, group[ODD] & bit != 0);
         if group[ODD] & bit != 0 {
             self.forget_odd(secret, key);
@@ -220,7 +289,8 @@ impl Part {
         } else {
             *self.groups.at_mut(place) = group;
         }
-        Some(old)
+        self.close_gaps();
+        Changed { old: Some(old), cost_before, cost: dirty_cost(&group) }
     }
 
     fn memory_bytes(&self) -> u64 {
@@ -236,6 +306,21 @@ const fn len_of(is_there: bool, is_odd: bool) -> u32 {
         (true, true) => ODD_LEN,
     }
 }
+
+/// The most memory that the dirty blocks of a group take.
+fn dirty_cost(group: &Group) -> u64 {
+    let dirty = group[DIRTY];
+    if dirty == 0 {
+        return 0;
+    }
+    let (count, odd) = (dirty.count_ones(), (dirty & group[ODD]).count_ones());
+    let payload = GROUP_LEN + count * NUMBER_LEN + odd * (ODD_LEN - NUMBER_LEN);
+    let numbers = NUMBER_BYTES_MAX << order_of(count);
+    GROUP_COST + DIRTY_GROUP_COST + numbers + u64::from(odd) * ODD_COST + u64::from(payload)
+}
+
+/// What a part keeps that has hardly any blocks.
+const PART_EMPTY_BYTES_MAX: u64 = (SMALL_PLACES * (2 * GROUP_WORDS + 2 * 7)) as u64 + SMALL_BYTES_MAX;
 
 const fn bits_of(group: &Group) -> GroupBits {
     GroupBits { key: Key::from_bits(key_of(group)), present: group[PRESENT], dirty: group[DIRTY] }
@@ -269,7 +354,8 @@ impl Map {
     /// An empty map.
     pub(crate) fn new(layout: &Layout) -> Self {
         let parts = (0..layout.parts).map(|_| Part::new()).collect();
-        Self { layout: *layout, parts, blocks: 0, dirty: 0, hand: (0, 0) }
+        let sum = Size { groups: 0, payload: 0, grown: 0 };
+        Self { layout: *layout, parts, blocks: 0, dirty: 0, sum, sparse_hand: (0, 0), hand: (0, 0) }
     }
 
     /// How many blocks are cached.
@@ -303,23 +389,116 @@ impl Map {
     /// The block is in this slot from now on; what was known of it before. Whether it was seen stays as it is, and a
     /// new block was not. A caller makes sure that its part has room.
     pub(crate) fn put(&mut self, key: Key, entry: Entry) -> Option<Entry> {
+        self.put_in(key, entry).old
+    }
+
+    /// As above, and what it means for the memory.
+    pub(crate) fn put_in(&mut self, key: Key, entry: Entry) -> Changed {
         debug_assert!(entry.sectors != 0 && entry.slot.0 < self.layout.slots);
-        let part = &mut self.parts[self.layout.part_of(key) as usize];
-        let old = part.put(self.layout.secret, key, entry);
-        debug_assert!(part.payload as usize <= PAYLOAD_MAX, "a slice is full");
-        self.blocks += u64::from(old.is_none());
-        self.dirty -= u64::from(old.is_some_and(|old| old.dirty));
+        let (number, secret) = (self.layout.part_of(key) as usize, self.layout.secret);
+        let changed = self.changing(number, |part| part.put(secret, key, entry));
+        debug_assert!(self.parts[number].payload as usize <= PAYLOAD_MAX, "a slice is full");
+        self.blocks += u64::from(changed.old.is_none());
+        self.dirty -= u64::from(changed.old.is_some_and(|old| old.dirty));
         self.dirty += u64::from(entry.dirty);
-        old
+        changed
     }
 
     /// The block is not cached any more; what was known of it.
     pub(crate) fn remove(&mut self, key: Key) -> Option<Entry> {
-        let part = &mut self.parts[self.layout.part_of(key) as usize];
-        let old = part.take_out(self.layout.secret, key)?;
-        self.blocks -= 1;
-        self.dirty -= u64::from(old.dirty);
-        Some(old)
+        self.take_out(key).old
+    }
+
+    /// As above, and what it means for the memory.
+    pub(crate) fn take_out(&mut self, key: Key) -> Changed {
+        let (number, secret) = (self.layout.part_of(key) as usize, self.layout.secret);
+        let changed = self.changing(number, |part| part.take_out(secret, key));
+        if let Some(old) = changed.old {
+            self.blocks -= 1;
+            self.dirty -= u64::from(old.dirty);
+        }
+        changed
+    }
+
+    /// Changes a part, and counts how it grows.
+    fn changing(&mut self, number: usize, change: impl FnOnce(&mut Part) -> Changed) -> Changed {
+        let part = &mut self.parts[number];
+        let before = part.size();
+        let changed = change(part);
+        let after = part.size();
+        self.sum.groups = self.sum.groups + after.groups - before.groups;
+        self.sum.payload = self.sum.payload + after.payload - before.payload;
+        self.sum.grown = self.sum.grown + after.grown - before.grown;
+        changed
+    }
+
+    /// How many groups have a cached block.
+    pub(crate) const fn groups(&self) -> u64 {
+        self.sum.groups
+    }
+
+    /// The payloads of all slices, in bytes.
+    pub(crate) const fn payload_bytes(&self) -> u64 {
+        self.sum.payload
+    }
+
+    /// The most memory that parts take beyond what hardly any blocks do, in bytes: by what is in them, so that it grows
+    /// with each block, and not when a table does.
+    pub(crate) const fn grown_bytes(&self) -> u64 {
+        self.sum.grown
+    }
+
+    /// The most memory for hardly any blocks, in bytes.
+    pub(crate) fn empty_bytes_max(&self) -> u64 {
+        (self.parts.capacity() * size_of::<Part>()) as u64 + self.parts.len() as u64 * PART_EMPTY_BYTES_MAX
+    }
+
+    /// The groups of a part that have dirty blocks, and the most memory that those take.
+    pub(crate) fn dirty_costs_in(&self, part: u32) -> impl Iterator<Item = (Key, u64)> {
+        let groups = self.parts[part as usize].groups.iter();
+        groups.map(|group| (Key::from_bits(key_of(group)), dirty_cost(group))).filter(|(_, cost)| *cost > 0)
+    }
+
+    /// Blocks to give up for memory, at most `most`, of groups that are all clean: those of which give up `bytes`, the
+    /// groups of fewest blocks first, and of those the ones that were not seen. Looks at the next `groups_max` groups, so
+    /// it may find none although there are some: a caller asks again.
+    pub(crate) fn sparse(&mut self, bytes: u64, most: usize, groups_max: usize) -> Vec<Key> {
+        let start = self.sparse_hand;
+        let (mut number, mut place) = start;
+        let (mut looked, mut has_turned) = (0, false);
+        let mut found: Vec<(u32, bool, GroupBits, u64)> = Vec::new();
+        while looked < groups_max && !(has_turned && (number, place) >= start) {
+            let part = &self.parts[number];
+            if place >= part.groups.places() {
+                has_turned |= number + 1 == self.parts.len();
+                number = if number + 1 == self.parts.len() { 0 } else { number + 1 };
+                place = 0;
+                continue;
+            }
+            place += 1;
+            let Some(group) = part.groups.at(place - 1) else { continue };
+            looked += 1;
+            if group[DIRTY] != 0 {
+                continue;
+            }
+            let (blocks, odd) = (group[PRESENT].count_ones(), group[ODD].count_ones());
+            let payload = GROUP_LEN + NUMBER_LEN * blocks + (ODD_LEN - NUMBER_LEN) * odd;
+            let numbers = NUMBER_BYTES_MAX << order_of(blocks);
+            let gone = GROUP_COST + u64::from(odd) * ODD_COST + numbers + u64::from(payload);
+            found.push((blocks, group[SEEN] != 0, bits_of(group), gone));
+        }
+        self.sparse_hand = (number, place);
+        found.sort_by_key(|(blocks, is_seen, ..)| (*blocks, *is_seen));
+        let (mut keys, mut freed) = (Vec::new(), 0);
+        for (.., bits, gone) in found {
+            if freed >= bytes || keys.len() >= most {
+                break;
+            }
+            let left = most - keys.len();
+            keys.extend(bits.keys().take(left));
+            freed += gone;
+        }
+        keys
     }
 
     /// Home has, or has not, what the cache has of this block. Nothing changes when the block is not cached.

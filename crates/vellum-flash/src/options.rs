@@ -8,6 +8,9 @@ use vellum_core::{Clock, Random};
 use crate::policy::Replacement;
 use crate::session::Sessions;
 
+/// Copies of what was read wait for their slots in this much memory, where nothing else is said.
+pub(crate) const FETCHED_BYTES_USUAL: usize = 8 << 20;
+
 /// What the cache does for a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FlashPolicy {
@@ -38,6 +41,12 @@ pub struct FlashOptions {
     pub replacement: Replacement,
     /// Copies of what was read wait for their slots in at most this many bytes of memory.
     pub fetched_bytes_max: usize,
+    /// The most memory for what is cached; none for the usual, which the size of the cache determines.
+    pub memory_bytes_max: Option<u64>,
+    /// Slots that become free are passed to flash as discards.
+    pub discards: bool,
+    /// Only runs of at least this many slots are.
+    pub discard_slots_min: u32,
 }
 
 impl FlashOptions {
@@ -50,7 +59,10 @@ impl FlashOptions {
             dirty_percent: 40,
             bytes_per_second: 256 << 20,
             replacement: Replacement::default(),
-            fetched_bytes_max: 8 << 20,
+            fetched_bytes_max: FETCHED_BYTES_USUAL,
+            memory_bytes_max: None,
+            discards: false,
+            discard_slots_min: 64,
         }
     }
 }

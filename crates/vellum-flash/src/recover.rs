@@ -6,7 +6,8 @@
 //!                                                     └► slices ► records from the tail on ► map, zeros, rows, slots
 //! ```
 //!
-//! 1. It writes only to make a record void that was never acknowledged. So it may be cut off anywhere.
+//! 1. It writes only to make a record void that was never acknowledged, and the copy of a superblock that a change of
+//!    size left behind. So it may be cut off anywhere.
 //! 2. It reads no more than the map and the ring, and the slots of one or two records.
 //! 3. What contradicts itself is refused, and nothing is guessed.
 //! 4. Until the next record, the blocks that the newest one checks are not overwritten in place: they are unproven.
@@ -343,6 +344,7 @@ pub(crate) async fn recover(storage: &SharedStorage) -> Result<Start> {
     vellum_format::settle(&**storage).await?;
     let image = look(storage).await?;
     let layout = image.superblock.layout;
+    image.superblock.complete(&**storage).await.context(|| "can't write the copy of the superblock")?;
     if let Some(at) = image.void {
         let first = (layout.ring().start() + at).span(BLOCK_BYTES);
         storage.write_zeroes(first, Zeroes::Allocated).await.context(|| "can't make a record void")?;

@@ -23,7 +23,7 @@ use vellum_core::{Error, ErrorKind, Result, lock};
 
 use crate::layout::{Key, Slot};
 use crate::shared::{FlashCache, Home};
-use crate::state::{Need, Short, State};
+use crate::state::{Need, Shed, Short, State};
 
 /// What was promised to a request, until it is dropped.
 pub(crate) struct Promise<'a> {
@@ -48,6 +48,24 @@ impl Drop for Promise<'_> {
 }
 
 impl FlashCache {
+    /// Gives up clean blocks for which a cache that was just opened has too little memory.
+    pub(crate) async fn shed_at_open(&self) -> Result<()> {
+        loop {
+            let shed = {
+                let mut state = self.state();
+                if !state.lacks_memory(0) {
+                    return Ok(());
+                }
+                state.shed(0)
+            };
+            match shed {
+                Shed::Some => {}
+                Shed::NoRecord => self.commit_all().await?,
+                Shed::AllDirty => return Ok(()),
+            }
+        }
+    }
+
     /// The rows of the disks that are open.
     pub(crate) fn open_rows(&self) -> SmallVec<[u16; 8]> {
         lock(&self.disks).keys().copied().collect()
@@ -91,8 +109,11 @@ impl FlashCache {
 
     /// Whether something has to be written home.
     fn needs_home(&self, short: Short) -> bool {
-        let is_full = short.slots && !short.bytes && !self.state().has_flash_room();
-        short.own_slots || short.own_runs || short.runs || is_full
+        let is_full = {
+            let state = self.state();
+            short.slots && !state.has_flash_room() || short.memory && !state.has_memory_room()
+        };
+        short.own_slots || short.own_runs || short.own_memory || short.runs || is_full && !short.bytes
     }
 
     /// Gets nearer to what a caller needs, on flash alone. One caller at a time.
@@ -105,6 +126,14 @@ impl FlashCache {
         }
         if short.bytes && self.state().has_open() {
             return self.commit_all().await;
+        }
+        if short.memory {
+            let shed = self.state().shed(u64::from(need.slots));
+            match shed {
+                Shed::Some => return Ok(()),
+                Shed::NoRecord if self.state().has_open() => return self.commit_all().await,
+                Shed::NoRecord | Shed::AllDirty => {}
+            }
         }
         if short.slots {
             if let Some(stamp) = waits_for {
@@ -153,7 +182,7 @@ impl FlashCache {
             if home.noting(home.write_back_some().await)? > 0 {
                 return Ok(());
             }
-        } else if !short.own_slots && !short.own_runs {
+        } else if !short.own_slots && !short.own_runs && !short.own_memory {
             if let Some(other) = self.most_of_others(home.row, needs_runs) {
                 // Its error is its own. It is in trouble then, and the next look passes it over.
                 let written = match needs_runs {

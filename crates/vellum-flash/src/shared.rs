@@ -33,11 +33,15 @@ pub struct CacheCounts {
     pub slice_bytes: u64,
     /// Flushes of flash.
     pub flushes: u64,
+    /// Bytes of free slots that were passed to flash as discards.
+    pub discard_bytes: u64,
 }
 
 /// A flash cache that is open. Disks are opened over their homes with
 /// [`open_disk`](FlashCache::open_disk).
 pub struct FlashCache {
+    /// Itself, for tasks of their own.
+    pub(crate) me: Weak<Self>,
     pub(crate) storage: SharedStorage,
     pub(crate) id: CacheId,
     pub(crate) layout: Layout,
@@ -65,11 +69,16 @@ pub struct FlashCache {
     pub(crate) random: Mutex<Random>,
     pub(crate) counts: Mutex<CacheCounts>,
     pub(crate) is_closed: AtomicBool,
+    /// Part of the storage is gone: its slots may read as zero.
+    pub(crate) is_cut: AtomicBool,
+    /// When the length of the storage was looked at.
+    pub(crate) looked: Mutex<Option<Duration>>,
     /// Held while write-back says that home has blocks: it has one share of the record.
     pub(crate) publishing: async_lock::Mutex<()>,
     /// Bytes that were read and wait for slots.
     pub(crate) fetched_bytes: AtomicU64,
     pub(crate) pace: Mutex<Pace>,
+    pub(crate) trims: Mutex<TrimPace>,
 }
 
 /// How much the background has written, and when.
@@ -78,6 +87,17 @@ pub(crate) struct Pace {
     pub(crate) last: Option<Duration>,
     /// Bytes that may be written at once.
     pub(crate) allowed: u64,
+}
+
+/// How much was trimmed, and when.
+#[derive(Debug, Default)]
+pub(crate) struct TrimPace {
+    pub(crate) last: Option<Duration>,
+    /// Bytes that may be trimmed at once.
+    pub(crate) allowed: u64,
+    pub(crate) is_under_way: bool,
+    /// There are no more until the cache is opened again.
+    pub(crate) has_failed: bool,
 }
 
 #[derive(Default)]

@@ -104,6 +104,11 @@ impl Slices {
         }
     }
 
+    /// How much memory this takes when all slices are behind, in bytes.
+    pub(crate) fn memory_bytes_max(&self) -> u64 {
+        (self.each.len() * (size_of::<One>() + 24)) as u64
+    }
+
     /// How much memory this takes, in bytes.
     pub(crate) fn memory_bytes(&self) -> u64 {
         (self.each.len() * size_of::<One>() + self.behind.len() * 24) as u64

@@ -1,12 +1,13 @@
 //! Which slots of flash are free.
 //!
 //! ```text
-//!   free ──take──► taken ──leave──► leaving ──release──► free         two bits a slot, by segments of 65,536
-//!     ▲              │  give back: it was never published
-//!     └──────────────┘
+//!   free ──take──► taken ──leave──► leaving ──release──► free         three bits a slot, by segments of 65,536
+//!     ▲              │  give back: it was never published     │ begin trim: it is stale, flash still has its bytes
+//!     └──────────────┘                                       ▼
+//!     ▲───────────────────── end trim ────────────────── trimmed
 //! ```
 //!
-//! 1. A slot is given out only while it is free, and to one caller.
+//! 1. A slot is given out only while it is free, and to one caller. One of which a TRIM is under way is not free.
 //! 2. The caller decides when a slot that leaves is free again (a durable record has released it, no request can
 //!    be reading it). Nothing here reads or writes flash.
 //! 3. A caller names a segment first, that of the block's group. Only when it has nothing free is another used.
@@ -27,6 +28,8 @@ pub(crate) enum SlotState {
     Taken,
     /// No block's any more, but a recovery or a request may still read it.
     Leaving,
+    /// A TRIM of it is under way.
+    Trimmed,
 }
 
 /// The slots of 64 numbers: a bit for each in two words.
@@ -34,6 +37,8 @@ pub(crate) enum SlotState {
 struct Word {
     free: u64,
     leaving: u64,
+    /// Of those that are free: flash was not told that nobody needs their bytes. Of the others: a TRIM is under way.
+    stale: u64,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -44,6 +49,8 @@ struct Segment {
 }
 
 const WORD_SLOTS: u32 = 64;
+/// A search for stale slots looks at this many words, or less.
+const TRIM_LOOKS_MAX: u32 = 4096;
 const SEGMENT_WORDS: u32 = SEGMENT_SLOTS / WORD_SLOTS;
 
 /// The states of all slots.
@@ -54,6 +61,11 @@ pub(crate) struct Slots {
     slots: u32,
     free: u32,
     leaving: u32,
+    /// How many are free and stale, and of how many a TRIM is under way.
+    stale: u32,
+    trimmed: u32,
+    /// The slot at which the next search for stale ones begins.
+    trim_at: u32,
     /// The segment of blocks that name none.
     current: u16,
 }
@@ -63,7 +75,7 @@ impl Slots {
     pub(crate) fn new(slots: u32) -> Self {
         let word = |number: u32| {
             let left = slots - number * WORD_SLOTS;
-            Word { free: if left >= WORD_SLOTS { u64::MAX } else { (1 << left) - 1 }, leaving: 0 }
+            Word { free: if left >= WORD_SLOTS { u64::MAX } else { (1 << left) - 1 }, leaving: 0, stale: 0 }
         };
         let segment =
             |number: u32| Segment { free: (slots - number * SEGMENT_SLOTS).min(SEGMENT_SLOTS), at: 0 };
@@ -73,6 +85,9 @@ impl Slots {
             slots,
             free: slots,
             leaving: 0,
+            stale: 0,
+            trimmed: 0,
+            trim_at: 0,
             current: 0,
         }
     }
@@ -92,9 +107,14 @@ impl Slots {
         self.leaving
     }
 
+    /// Of how many a TRIM is under way.
+    pub(crate) const fn trimmed(&self) -> u32 {
+        self.trimmed
+    }
+
     /// How many are taken.
     pub(crate) const fn taken(&self) -> u32 {
-        self.slots - self.free - self.leaving
+        self.slots - self.free - self.leaving - self.trimmed
     }
 
     /// What a slot is. Panics when there is no such slot.
@@ -104,6 +124,7 @@ impl Slots {
         match (word.free & bit != 0, word.leaving & bit != 0) {
             (true, _) => SlotState::Free,
             (false, true) => SlotState::Leaving,
+            (false, false) if word.stale & bit != 0 => SlotState::Trimmed,
             (false, false) => SlotState::Taken,
         }
     }
@@ -150,6 +171,7 @@ impl Slots {
     pub(crate) fn give_back(&mut self, slot: Slot) {
         assert_eq!(self.state(slot), SlotState::Taken, "slot {} is given back", slot.0);
         self.set_free(slot);
+        self.set_stale(slot);
     }
 
     /// No entry names this taken slot any more.
@@ -167,6 +189,60 @@ impl Slots {
         self.words[index].leaving &= !bit;
         self.leaving -= 1;
         self.set_free(slot);
+        self.set_stale(slot);
+    }
+
+    /// Up to `most` neighbouring slots that are free and stale, at least `least` of them: the first, and how many. They are
+    /// not free until [`Slots::end_trim`]. Looks at a bounded number of slots, so it may find none although there are
+    /// some: a caller asks again.
+    pub(crate) fn begin_trim(&mut self, least: u32, most: u32) -> Option<(Slot, u32)> {
+        if self.stale < least || most < least || least == 0 {
+            return None;
+        }
+        let mut looked = 0;
+        while looked < TRIM_LOOKS_MAX {
+            let first = self.trim_at;
+            if first >= self.slots {
+                (self.trim_at, looked) = (0, looked + 1);
+                continue;
+            }
+            let is_stale = |slots: &Self, slot: u32| {
+                let (word, bit) = slots.word(Slot(slot));
+                word.free & word.stale & bit != 0
+            };
+            let (word, bit) = self.word(Slot(first));
+            let rest = (word.free & word.stale) & !(bit - 1);
+            if rest == 0 {
+                self.trim_at = (first / WORD_SLOTS + 1) * WORD_SLOTS;
+                looked += 1;
+                continue;
+            }
+            let first = first / WORD_SLOTS * WORD_SLOTS + rest.trailing_zeros();
+            let mut count = 1;
+            while count < most && first + count < self.slots && is_stale(self, first + count) {
+                count += 1;
+            }
+            (self.trim_at, looked) = (first + count, looked + count.div_ceil(WORD_SLOTS));
+            if count < least {
+                continue;
+            }
+            for slot in first..first + count {
+                self.set_taken_keeping_stale(Slot(slot));
+            }
+            return Some((Slot(first), count));
+        }
+        None
+    }
+
+    /// The TRIM has ended, in whatever way: these slots are free.
+    pub(crate) fn end_trim(&mut self, first: Slot, count: u32) {
+        for slot in first.0..first.0 + count {
+            assert_eq!(self.state(Slot(slot)), SlotState::Trimmed, "slot {slot} was trimmed");
+            let (index, bit) = Self::place(Slot(slot));
+            self.words[index].stale &= !bit;
+            self.trimmed -= 1;
+            self.set_free(Slot(slot));
+        }
     }
 
     /// The memory that all this takes, in bytes.
@@ -183,13 +259,30 @@ impl Slots {
         (self.words[index], bit)
     }
 
-    fn is_free(&self, slot: Slot) -> bool {
+    /// Whether it is free. Panics when there is no such slot.
+    pub(crate) fn is_free(&self, slot: Slot) -> bool {
         let (word, bit) = self.word(slot);
         word.free & bit != 0
     }
 
+    fn set_stale(&mut self, slot: Slot) {
+        let (index, bit) = Self::place(slot);
+        self.words[index].stale |= bit;
+        self.stale += 1;
+    }
+
+    /// A TRIM of it begins.
+    fn set_taken_keeping_stale(&mut self, slot: Slot) {
+        let (index, bit) = Self::place(slot);
+        self.set_taken(slot);
+        self.words[index].stale |= bit;
+        self.trimmed += 1;
+    }
+
     fn set_taken(&mut self, slot: Slot) {
         let (index, bit) = Self::place(slot);
+        self.stale -= u32::from(self.words[index].stale & bit != 0);
+        self.words[index].stale &= !bit;
         self.words[index].free &= !bit;
         self.segments[usize::from(slot.segment())].free -= 1;
         self.free -= 1;
@@ -285,6 +378,7 @@ mod tests {
             let slots = [5, 130, 70_000][random.index(3)];
             let mut free = Slots::new(slots);
             let mut model = vec![SlotState::Free; slots as usize];
+            let (mut stale, mut trims) = (vec![false; slots as usize], Vec::new());
             for _ in 0..3000 {
                 let slot = Slot(u32::try_from(random.below(u64::from(slots))).unwrap());
                 let state = &mut model[slot.0 as usize];
@@ -296,7 +390,7 @@ mod tests {
                             assert!((1..=most).contains(&count));
                             for n in first.0..first.0 + count {
                                 assert_eq!(model[n as usize], SlotState::Free, "seed {seed}");
-                                model[n as usize] = SlotState::Taken;
+                                (model[n as usize], stale[n as usize]) = (SlotState::Taken, false);
                             }
                         } else {
                             assert!(model.iter().all(|state| *state != SlotState::Free), "seed {seed}");
@@ -305,20 +399,41 @@ mod tests {
                     (1, was) => {
                         assert_eq!(free.take_this(slot), was == SlotState::Free, "seed {seed}");
                         if was == SlotState::Free {
-                            *state = SlotState::Taken;
+                            (*state, stale[slot.0 as usize]) = (SlotState::Taken, false);
                         }
                     }
                     (2, SlotState::Taken) => {
                         free.give_back(slot);
-                        *state = SlotState::Free;
+                        (*state, stale[slot.0 as usize]) = (SlotState::Free, true);
                     }
                     (3, SlotState::Taken) => {
                         free.leave(slot);
                         *state = SlotState::Leaving;
                     }
-                    (_, SlotState::Leaving) => {
+                    (3, SlotState::Leaving) => {
                         free.release(slot);
-                        *state = SlotState::Free;
+                        (*state, stale[slot.0 as usize]) = (SlotState::Free, true);
+                    }
+                    (2, SlotState::Leaving) => {
+                        let least = *random.pick(&[1, 2, 4]);
+                        if let Some((first, count)) = free.begin_trim(least, 6) {
+                            assert!((least..=6).contains(&count));
+                            for n in first.0..first.0 + count {
+                                assert!(
+                                    model[n as usize] == SlotState::Free && stale[n as usize],
+                                    "seed {seed}"
+                                );
+                                model[n as usize] = SlotState::Trimmed;
+                            }
+                            trims.push((first, count));
+                        }
+                    }
+                    (_, SlotState::Trimmed) => {
+                        let (first, count) = trims.swap_remove(random.index(trims.len()));
+                        free.end_trim(first, count);
+                        for n in first.0..first.0 + count {
+                            (model[n as usize], stale[n as usize]) = (SlotState::Free, false);
+                        }
                     }
                     _ => {}
                 }
@@ -328,6 +443,7 @@ mod tests {
             assert_eq!(free.free(), count(SlotState::Free), "seed {seed}");
             assert_eq!(free.leaving(), count(SlotState::Leaving), "seed {seed}");
             assert_eq!(free.taken(), count(SlotState::Taken), "seed {seed}");
+            assert_eq!(free.trimmed(), count(SlotState::Trimmed), "seed {seed}");
             for (n, state) in model.iter().enumerate() {
                 assert_eq!(free.state(Slot(u32::try_from(n).unwrap())), *state, "seed {seed}, slot {n}");
             }

@@ -13,14 +13,12 @@
 //!    its way, and of the newest durable one are not.
 //! 4. A slot that was released is free when that record is durable and no request is left that may have looked
 //!    it up.
-//! 5. Slots, bytes of the record and runs that are promised are there when they are needed.
-//! 6. What is dirty or promised of all disks, that of each open one counted as no less than its reserve, and one
-//!    reserve more for a disk that is opened next, are no more than all slots. So a disk with less than its reserve
-//!    gets slots without any other disk's blocks going home. The same holds for runs of zeros. Reserves are a half
-//!    of all, in equal parts. A disk that has nothing may have what is free.
+//! 5. What a request needs is promised to it (`promises`), and the memory has a bound (`memory`).
 //!
 //! Nothing here reads or writes flash, and nothing waits. Rows are in `rows`, regions in `written`.
 
+mod memory;
+mod promises;
 mod rows;
 mod written;
 
@@ -30,7 +28,7 @@ use vellum_core::{Error, Result};
 use vellum_format::commit::{Epochs, Ring};
 
 use crate::layout::{Key, Layout, SECTORS_ALL, Slot};
-use crate::map::{self, Map};
+use crate::map::{self, Changed, Map};
 use crate::open::{Change, Open, Share};
 use crate::policy::{Policy, Replacement};
 use crate::record::{Checks, Item, Record};
@@ -38,9 +36,13 @@ use crate::regions::Uses;
 use crate::slice::{Ledger, Slice};
 use crate::slices::Slices;
 use crate::slots::Slots;
-use crate::zeros::{RUNS_FOR_NEW, RUNS_MAX, Run};
+use crate::zeros::Run;
 
 pub(crate) use written::Entry;
+
+use memory::Budget;
+pub(crate) use memory::Shed;
+pub(crate) use promises::{Need, Short};
 
 /// Each seal copies at least this many slices when the ring fills.
 const COPIES_MIN: u64 = 4;
@@ -51,29 +53,6 @@ const DIRTY_GROUPS_AT_ONCE: usize = 4096;
 /// that are under way may bring, and no more than this.
 const PART_ROOM: (u32, u32) = (160, 600);
 
-/// What a request needs before it claims blocks.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Need {
-    pub(crate) slots: u32,
-    /// Bytes of the record.
-    pub(crate) bytes: usize,
-    /// By how many the runs of zeros may grow.
-    pub(crate) runs: usize,
-    /// They are new runs, not splits.
-    pub(crate) is_zero: bool,
-}
-
-/// What is short.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Short {
-    pub(crate) slots: bool,
-    pub(crate) bytes: bool,
-    pub(crate) runs: bool,
-    /// The disk has its share of the slots, or of the runs, and more of them than others leave.
-    pub(crate) own_slots: bool,
-    pub(crate) own_runs: bool,
-}
-
 /// What is known of the blocks of a disk.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Counts {
@@ -81,6 +60,8 @@ pub(crate) struct Counts {
     pub(crate) blocks: u64,
     /// Those of them that home may have older.
     pub(crate) dirty: u64,
+    /// The most memory that those may take.
+    pub(crate) dirty_cost: u64,
 }
 
 /// Where the bytes of a block are.
@@ -142,6 +123,7 @@ pub(crate) struct State {
     undecided: BTreeSet<u16>,
     /// Who writes in the regions that count as written.
     uses: Uses,
+    budget: Budget,
 }
 
 /// What a recovery, or a creation, begins with.
@@ -158,32 +140,6 @@ pub(crate) struct Start {
     /// Sequence, start and end of each record from the tail on.
     pub(crate) records: Vec<(u64, u64, u64)>,
     pub(crate) slices: Slices,
-}
-
-/// The reserve of each open disk, when this many are open.
-fn reserve(total: u64, open: usize) -> u64 {
-    total / (2 * (open as u64 + 1))
-}
-
-/// Whether a row that gets this much more leaves others less than their reserves.
-fn exceeds(
-    total: u64,
-    reserve: u64,
-    row: u16,
-    wanted: u64,
-    open: &[u16],
-    rows: impl Iterator<Item = (u16, u64)>,
-) -> bool {
-    let (mut own, mut others) = (0, reserve * open.len() as u64);
-    for (other, used) in rows {
-        if other == row {
-            own = used;
-        } else {
-            others += if open.contains(&other) { used.saturating_sub(reserve) } else { used };
-        }
-    }
-    let is_within = own == 0 || own + wanted <= reserve;
-    !is_within && others + (own + wanted).max(reserve) > total
 }
 
 impl State {
@@ -216,7 +172,10 @@ impl State {
             now: 0,
             undecided: BTreeSet::new(),
             uses: Uses::default(),
+            budget: Budget::default(),
         };
+        let fetched = crate::options::FETCHED_BYTES_USUAL as u64;
+        state.limit_memory(None, fetched, Replacement::default()).expect("the usual budget is enough");
         for part in 0..layout.parts {
             let (dirty, counts) = (&mut state.dirty, &mut state.counts);
             for (key, entry) in state.map.entries_in(part) {
@@ -227,13 +186,11 @@ impl State {
                     dirty.insert(key.group(), 0);
                 }
             }
+            for (group, cost) in state.map.dirty_costs_in(part) {
+                state.counts.entry(group.row()).or_default().dirty_cost += cost;
+            }
         }
         state
-    }
-
-    /// Names blocks to give up in this way from now on. What was used before is not known to it.
-    pub(crate) fn replace_by(&mut self, replacement: Replacement) {
-        self.policy = replacement.policy(self.layout.slots as usize);
     }
 
     // Looking.
@@ -336,122 +293,6 @@ impl State {
         (found, next)
     }
 
-    // Promises.
-
-    /// Whether a disk can have this at once; if not, what is short. `open` are the rows of the open disks.
-    pub(crate) fn short_of(&self, row: u16, need: Need, open: &[u16]) -> Option<Short> {
-        let bytes_max = Open::bytes_max(Share::Guest, self.record_bytes_max());
-        let runs_max = if need.is_zero { RUNS_FOR_NEW } else { RUNS_MAX };
-        let runs = self.ledger.zeros.len() + self.promised.runs + need.runs;
-        let short = Short {
-            slots: self.slots.free() < self.promised.slots + need.slots,
-            bytes: self.open.bytes(Share::Guest) + self.promised.bytes + need.bytes > bytes_max,
-            runs: need.runs > 0 && runs > runs_max,
-            own_slots: self.has_its_slots(row, need, open),
-            own_runs: self.has_its_runs(row, need, open, runs_max),
-        };
-        (short != Short::default()).then_some(short)
-    }
-
-    /// Whether the disk would leave others less than their reserves of slots (rule 6).
-    fn has_its_slots(&self, row: u16, need: Need, open: &[u16]) -> bool {
-        let total = u64::from(self.slots.total());
-        let reserve = reserve(total, open.len());
-        let wanted = u64::from(need.slots);
-        let asked: u64 = self.asked.values().map(|asked| u64::from(asked.slots)).sum();
-        if wanted == 0 || self.dirty_blocks() + asked + wanted <= total - reserve * (open.len() as u64 + 1) {
-            return false;
-        }
-        let of =
-            |row| self.counts(row).dirty + self.asked.get(&row).map_or(0, |asked| u64::from(asked.slots));
-        let rows = self.counts.keys().chain(self.asked.keys()).copied().collect::<BTreeSet<u16>>();
-        exceeds(total, reserve, row, wanted, open, rows.into_iter().map(|row| (row, of(row))))
-    }
-
-    /// The same for runs of zeros.
-    fn has_its_runs(&self, row: u16, need: Need, open: &[u16], runs_max: usize) -> bool {
-        let (total, wanted) = (runs_max as u64, need.runs as u64);
-        let reserve = reserve(total, open.len());
-        let used = (self.ledger.zeros.len() + self.promised.runs) as u64;
-        if wanted == 0 || used + wanted <= total - reserve * (open.len() as u64 + 1) {
-            return false;
-        }
-        let mut of: BTreeMap<u16, u64> =
-            self.asked.iter().map(|(row, asked)| (*row, asked.runs as u64)).collect();
-        for run in self.ledger.zeros.runs() {
-            *of.entry(run.key.row()).or_default() += 1;
-        }
-        exceeds(total, reserve, row, wanted, open, of.into_iter())
-    }
-
-    /// How many slots each open disk may have dirty, whatever the others do.
-    pub(crate) fn reserve(&self, open: usize) -> u64 {
-        reserve(u64::from(self.slots.total()), open)
-    }
-
-    /// Whether slots are free, or can be without anything being written home.
-    pub(crate) fn has_flash_room(&self) -> bool {
-        let is_spare = u64::from(self.slots.taken()) > self.map.dirty_blocks();
-        is_spare || self.slots.leaving() > 0 || self.has_left()
-    }
-
-    pub(crate) fn promise(&mut self, row: u16, need: Need) {
-        self.promised.slots += need.slots;
-        self.promised.bytes += need.bytes;
-        self.promised.runs += need.runs;
-        let asked = self.asked.entry(row).or_default();
-        asked.slots += need.slots;
-        asked.runs += need.runs;
-    }
-
-    /// What was asked is no more, of which this was left.
-    pub(crate) fn end_promise(&mut self, row: u16, need: Need, left: Need) {
-        self.promised.slots -= left.slots;
-        self.promised.bytes -= left.bytes;
-        self.promised.runs -= left.runs;
-        let asked = self.asked.get_mut(&row).expect("it was promised");
-        asked.slots -= need.slots;
-        asked.runs -= need.runs;
-        if asked.slots == 0 && asked.runs == 0 {
-            self.asked.remove(&row);
-        }
-    }
-
-    /// One of the slots that were promised.
-    pub(crate) fn take_promised(&mut self, key: Key, promise: &mut Need) -> Slot {
-        assert!(promise.slots > 0, "a slot was promised");
-        promise.slots -= 1;
-        self.promised.slots -= 1;
-        self.slots.take(self.map.segment_for(key)).expect("promised slots are free")
-    }
-
-    /// A slot for something that is not needed, unless slots are short.
-    pub(crate) fn take_spare(&mut self, key: Key) -> Option<Slot> {
-        let spare = self.slots.free() > self.promised.slots + self.low_water();
-        let has_room = self.full_part(key).is_none() && self.room_for(Share::Admit) >= crate::open::PUT_BYTES;
-        (spare && has_room).then(|| self.slots.take(self.map.segment_for(key))).flatten()
-    }
-
-    /// A slot for a block that is written through, unless slots are short.
-    pub(crate) fn take_for_through(&mut self, key: Key) -> Option<Slot> {
-        let spare = self.slots.free() > self.promised.slots + self.low_water();
-        (spare && self.full_part(key).is_none()).then(|| self.slots.take(self.map.segment_for(key))).flatten()
-    }
-
-    /// Below this many free slots, clean blocks give up theirs.
-    pub(crate) fn low_water(&self) -> u32 {
-        (self.slots.total() / 32).min(4096)
-    }
-
-    pub(crate) fn free_unpromised(&self) -> u32 {
-        self.slots.free() - self.promised.slots
-    }
-
-    /// Slots that will be free without anything else being given up.
-    pub(crate) fn leaving_slots(&self) -> u32 {
-        self.slots.leaving()
-    }
-
     /// A slot that was taken and not published is free again: nobody knows it.
     pub(crate) fn give_back(&mut self, slot: Slot) {
         self.slots.give_back(slot);
@@ -476,10 +317,12 @@ impl State {
     }
 
     fn forget(&mut self, key: Key) -> Option<map::Entry> {
-        let entry = self.map.remove(key)?;
+        let Changed { old, cost_before, cost } = self.map.take_out(key);
+        let entry = old?;
         let counts = self.counts.entry(key.row()).or_default();
         counts.blocks -= 1;
         counts.dirty -= u64::from(entry.dirty);
+        counts.dirty_cost = counts.dirty_cost + cost - cost_before;
         self.open.note_slice(self.layout.slice_of(key));
         self.release(entry.slot);
         self.forget_clean(key);
@@ -519,8 +362,9 @@ impl State {
             assert!(self.ledger.zeros.remove(key, 1), "a split was promised");
             self.open.note_ledger(Item::Unzero { key, blocks: 1 }, share);
         }
-        let old = self.map.put(key, map::Entry { slot, sectors, dirty });
+        let Changed { old, cost_before, cost } = self.map.put_in(key, map::Entry { slot, sectors, dirty });
         let counts = self.counts.entry(key.row()).or_default();
+        counts.dirty_cost = counts.dirty_cost + cost - cost_before;
         match old {
             Some(old) => counts.dirty -= u64::from(old.dirty),
             None => counts.blocks += 1,
@@ -542,6 +386,17 @@ impl State {
         }
         let change = Change::Put { slot, sectors, dirty, checks };
         self.open.note_block(key, self.layout.slice_of(key), change, share);
+    }
+
+    /// The block is in another slot, and nothing else changes: which sessions count is not said by it.
+    pub(crate) fn move_block(&mut self, key: Key, slot: Slot, checks: Checks) {
+        let Some(map::Entry { slot: old, sectors, dirty }) = self.map.get(key) else { return };
+        let Changed { cost_before, cost, .. } = self.map.put_in(key, map::Entry { slot, sectors, dirty });
+        let counts = self.counts.entry(key.row()).or_default();
+        counts.dirty_cost = counts.dirty_cost + cost - cost_before;
+        self.release(old);
+        let change = Change::Put { slot, sectors, dirty, checks: Some(checks) };
+        self.open.note_block(key, self.layout.slice_of(key), change, Share::Guest);
     }
 
     /// Home has the block, and it gives its slot up.
@@ -593,8 +448,8 @@ impl State {
         (self.map.room_in(part) < least && self.map.get(key).is_none()).then_some(part)
     }
 
-    /// Clean blocks of a part leave it. Without any, the first block that is dirty.
-    pub(crate) fn empty_part(&mut self, part: u32) -> Option<Key> {
+    /// Clean blocks of a part leave it. Without any, a block of each disk that has dirty ones there.
+    pub(crate) fn empty_part(&mut self, part: u32) -> Vec<Key> {
         let most = self.room_for(Share::Evict) / 16;
         let clean: Vec<Key> = self
             .map
@@ -606,7 +461,11 @@ impl State {
         for key in &clean {
             self.drop_block(*key, Share::Evict);
         }
-        if clean.is_empty() { self.map.entries_in(part).map(|(key, _)| key).next() } else { None }
+        if !clean.is_empty() {
+            return Vec::new();
+        }
+        let first: BTreeMap<u16, Key> = self.map.entries_in(part).map(|(key, _)| (key.row(), key)).collect();
+        first.into_values().collect()
     }
 
     /// Before blocks of a run are put into slots: they leave the runs of zeros. A split was promised.
@@ -672,6 +531,7 @@ impl State {
         if short > 0 {
             self.evict(short as usize);
         }
+        self.shed_early();
         let taken = self.open.take();
         self.sequence += 1;
         let sequence = self.sequence;
@@ -740,14 +600,5 @@ impl State {
         let left =
             size.saturating_sub(block * crate::layout::BLOCK_BYTES).div_ceil(crate::layout::SECTOR_BYTES);
         if left >= 8 { SECTORS_ALL } else { (1u8 << left) - 1 }
-    }
-
-    pub(crate) fn memory_bytes(&self) -> u64 {
-        self.map.memory_bytes()
-            + self.policy.memory_bytes()
-            + self.slots.memory_bytes()
-            + self.slices.memory_bytes()
-            + self.uses.memory_bytes()
-            + (self.dirty.len() * 24) as u64
     }
 }

@@ -14,6 +14,9 @@
 
 use crate::layout::{Key, mix};
 
+/// A table of so many places does not become smaller until it is empty.
+pub(crate) const SMALL_PLACES: usize = 16;
+
 /// The first four words of a place that is empty. No key is this.
 const EMPTY: u64 = u64::MAX;
 
@@ -121,7 +124,7 @@ impl<const N: usize> Table<N> {
         self.len -= 1;
         if self.len == 0 {
             self.places = Vec::new();
-        } else if self.len * 100 < self.places.len() * 64 && self.places.len() > 16 {
+        } else if self.len * 100 < self.places.len() * 64 && self.places.len() > SMALL_PLACES {
             self.rebuild(secret, self.len * 5 / 4 + 1);
         }
     }

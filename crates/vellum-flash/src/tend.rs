@@ -1,4 +1,4 @@
-//! What is done in the background, a little at a time: slots for what was read, and write-back.
+//! What is done in the background, a little at a time: slots for what was read, write-back, and TRIM (`trim`).
 //!
 //! ```text
 //!   tend ─► spare slots ─┬─► disk: admit ► settle regions ► write home     each by itself
@@ -15,15 +15,19 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use futures_lite::future::zip;
 use vellum_core::{Error, LocalFuture, Result, join_all, lock};
 
 use crate::layout::{BLOCK_BYTES, BLOCKS_MAX};
 use crate::open::{Open, PUT_BYTES, Share};
 use crate::options::FlashPolicy;
 use crate::shared::{FlashCache, Home};
+use crate::state::Shed;
 
 /// The background does at most this much at a time, for each disk.
 const STEP_BLOCKS: usize = 256;
+/// So often is the length of the storage looked at.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
 const STEP_BYTES: u64 = STEP_BLOCKS as u64 * BLOCK_BYTES;
 
 /// What is done now.
@@ -96,13 +100,23 @@ impl FlashCache {
     /// what has been dirty for long, or more when much is dirty. Waits for the homes. True when there is more to do
     /// at once.
     pub async fn tend(&self, now: Duration) -> bool {
+        let trim = self.next_trim(now);
+        let trimmed = async {
+            if let Some(trim) = trim {
+                trim.run().await;
+            }
+        };
         let steps = self.steps(now).await.into_iter().map(|(tended, round)| Box::pin(tended.step(round)));
-        join_all(steps).await.into_iter().fold(false, |more, one| more | one)
+        let (steps, ()) = zip(join_all(steps), trimmed).await;
+        steps.into_iter().fold(false, |more, one| more | one)
     }
 
     /// The same, but it waits for no home: each disk's part is given to `spawn`, which runs it to its end. A disk whose
     /// part has not ended is left alone. True when parts that have ended since the last time have more to do.
     pub async fn tend_with(&self, now: Duration, spawn: &dyn Fn(LocalFuture<'static, ()>)) -> bool {
+        if let Some(trim) = self.next_trim(now) {
+            spawn(Box::pin(trim.run()));
+        }
         for (tended, round) in self.steps(now).await {
             let home = tended.home.clone();
             spawn(Box::pin(async move {
@@ -120,6 +134,9 @@ impl FlashCache {
         }
         let seconds = u32::try_from(now.as_secs()).unwrap_or(u32::MAX - 1);
         self.state().now = seconds;
+        if self.look_is_due(now) && self.check_whole().await.is_err() {
+            return Vec::new();
+        }
         let is_through = |home: &Arc<Home>| home.policy() == FlashPolicy::WriteThrough;
         let is_fetched = self.fetched_bytes.load(Ordering::Relaxed) > 0;
         if is_fetched || self.homes().iter().any(is_through) {
@@ -128,8 +145,8 @@ impl FlashCache {
         }
         let is_much = {
             let state = self.state();
-            let dirty = state.dirty_blocks() * 100;
-            dirty > u64::from(state.slots.total()) * u64::from(self.options.dirty_percent)
+            let (dirty, percent) = (state.dirty_blocks() * 100, self.options.dirty_percent);
+            dirty > u64::from(state.slots.total()) * u64::from(percent) || state.is_memory_dirty(percent)
         };
         let age = u32::try_from(self.options.age.as_secs()).unwrap_or(u32::MAX);
         let until = if is_much { Some(u32::MAX) } else { seconds.checked_sub(age) };
@@ -138,6 +155,16 @@ impl FlashCache {
             if self.state().is_full_of_regions() { Some(seconds) } else { seconds.checked_sub(age) };
         let round = Round { until, is_much, settles };
         self.homes().into_iter().filter_map(|home| self.take_up(home)).map(|tended| (tended, round)).collect()
+    }
+
+    /// Whether the storage was not looked at for a while.
+    fn look_is_due(&self, now: Duration) -> bool {
+        let mut looked = lock(&self.looked);
+        let is_due = looked.is_none_or(|looked| now.saturating_sub(looked) >= LOOK_EVERY);
+        if is_due {
+            *looked = Some(now);
+        }
+        is_due
     }
 
     /// A disk that is not being tended, with its part of what may be written now.
@@ -166,7 +193,8 @@ impl FlashCache {
             if short > 0 && state.slots.taken() > 0 {
                 state.evict(short as usize);
             }
-            let is_short = short > 0 && state.has_left();
+            let is_shed = state.shed_early() == Shed::NoRecord;
+            let is_short = short > 0 && state.has_left() || is_shed;
             let room = Open::bytes_max(Share::Through, state.record_bytes_max()) / 4;
             is_short || state.room_for(Share::Admit) < 16 * PUT_BYTES || state.room_for(Share::Through) < room
         };

@@ -9,10 +9,18 @@
 //!    from the mask. Without that, groups that grow one block at a time would leave pieces of sizes that no group
 //!    has any more.
 //! 2. A run comes from the lowest page that has room, so the last pages empty first, and are given back.
-//! 3. The memory grows by an eighth at a time.
+//! 3. The memory grows by an eighth at a time, and is given back when a quarter of it is not used.
+//! 4. A caller makes all runs anew where they are sparse ([`Units::is_sparse`]). So a number takes at most
+//!    [`NUMBER_BYTES_MAX`] bytes, beside what a few pages take.
 
 /// The numbers of a page.
 pub(crate) const PAGE: usize = 16;
+/// So many pages are kept, however little is in them.
+pub(crate) const SMALL_PAGES: usize = 8;
+/// A page with its mask, of which two thirds are used and a quarter more is reserved, by the number.
+pub(crate) const NUMBER_BYTES_MAX: u64 = 5;
+/// Pages that are kept take at most this much.
+pub(crate) const SMALL_BYTES_MAX: u64 = 2 * 34 * SMALL_PAGES as u64;
 
 /// All runs of a part of the map.
 #[derive(Debug)]
@@ -21,6 +29,8 @@ pub(crate) struct Units {
     free: Vec<u16>,
     /// For each length, a page before which none has a run of it free.
     hints: [u16; 5],
+    /// Numbers that are in runs.
+    used: u32,
 }
 
 /// The numbers of which a page of this mask has the first of a free run of 2^order.
@@ -54,7 +64,7 @@ const fn bits(at: usize, order: usize) -> u16 {
 impl Units {
     /// Without any run, and without memory.
     pub(crate) const fn new() -> Self {
-        Self { pages: Vec::new(), free: Vec::new(), hints: [0; 5] }
+        Self { pages: Vec::new(), free: Vec::new(), hints: [0; 5], used: 0 }
     }
 
     /// A run of 2^order numbers: the number of its first one. Its content is undefined. Panics when there are more
@@ -80,6 +90,7 @@ impl Units {
             }
         }
         self.free[page] &= !bits(best, order);
+        self.used += 1 << order;
         u16::try_from(page * PAGE + best).expect("a part has fewer numbers")
     }
 
@@ -89,6 +100,7 @@ impl Units {
         let run = bits(at, order);
         debug_assert!(self.free[page] & run == 0 && at.is_multiple_of(1 << order));
         self.free[page] |= run;
+        self.used -= 1 << order;
         let number = u16::try_from(page).expect("at most 4096 pages");
         for hint in &mut self.hints {
             *hint = number.min(*hint);
@@ -99,7 +111,7 @@ impl Units {
         }
         if self.pages.is_empty() {
             *self = Self::new();
-        } else if self.pages.capacity() > 8 && self.pages.len() * 4 < self.pages.capacity() * 3 {
+        } else if self.pages.capacity() > SMALL_PAGES && self.pages.len() * 4 < self.pages.capacity() * 3 {
             self.pages.shrink_to(self.pages.len() + self.pages.len() / 16);
             self.free.shrink_to(self.free.len() + self.free.len() / 16);
         }
@@ -115,6 +127,17 @@ impl Units {
     pub(crate) fn run_mut(&mut self, first: u16, count: usize) -> &mut [u16] {
         let (page, at) = (usize::from(first) / PAGE, usize::from(first) % PAGE);
         &mut self.pages[page][at..at + count]
+    }
+
+    /// How many numbers are in runs.
+    pub(crate) fn used(&self) -> u64 {
+        u64::from(self.used)
+    }
+
+    /// Whether a third of the pages or more is free between runs: then it is worth making all runs anew, the longest
+    /// first, which leaves no gap.
+    pub(crate) const fn is_sparse(&self) -> bool {
+        self.pages.len() > SMALL_PAGES && self.used as usize * 3 < self.pages.len() * PAGE * 2
     }
 
     /// The memory of all pages, in bytes.

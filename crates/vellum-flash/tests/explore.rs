@@ -75,6 +75,24 @@ fn two_disks_with_two_guests_each() {
     all("two disks", &Setup { disks: 2, guests: 2, steps: 14, blocks: 10, ..Setup::usual(20) }, 40);
 }
 
+/// Free slots are discarded while others are written, and used again.
+#[test]
+fn discards() {
+    all("discards", &Setup { trims: true, steps: 70, ..Setup::usual(24) }, 20);
+    let two = Setup { guests: 2, steps: 25, ..Setup::usual(24) };
+    all("discards, two guests", &Setup { trims: true, ..two }, 30);
+}
+
+/// What is short is memory: clean blocks are given up for it, and dirty ones go home.
+#[test]
+fn little_memory() {
+    all("little memory", &Setup { memory: Some(900), steps: 70, ..Setup::usual(64) }, 30);
+    let two = Setup { disks: 2, guests: 2, steps: 14, blocks: 10, ..Setup::usual(40) };
+    all("little memory, two disks", &Setup { memory: Some(1000), ..two }, 20);
+    let many = Setup { blocks: 250, steps: 120, ..Setup::usual(200) };
+    all("little memory, many groups", &Setup { memory: Some(1500), ..many }, 6);
+}
+
 #[test]
 fn written_through() {
     let through = Setup { through_from: 0, ..Setup::usual(16) };

@@ -8,16 +8,20 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
-use common::{cache_on, over};
+use common::{ID, SECRET, bytes_of, over};
 use futures_lite::future::{block_on, poll_once};
 use vellum_core::{
     Buffer, Disk, Error, ErrorKind, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, MemoryDisk,
     MemoryStorage, Result, SharedDisk, SharedStorage, WriteFlags, ZeroFlags,
 };
-use vellum_flash::{FlashCache, FlashDisk};
+use vellum_flash::{FlashCache, FlashDisk, FlashOptions};
 
 const BLOCKS: u64 = 400;
 const SLOTS: u64 = 128;
+/// Each block is the only one of its group.
+const STRIDE: u64 = 16;
+/// The memory that counts for one.
+const LONE: u64 = 79;
 
 const WELL: u8 = 0;
 const FULL: u8 = 1;
@@ -105,7 +109,7 @@ fn answered<T>(what: &str, request: impl Future<Output = T>) -> T {
 }
 
 fn write_block(disk: &FlashDisk, block: u64, value: u8) -> LocalFuture<'_, Result<()>> {
-    let at = GuestOffset::new(block % BLOCKS * 4096);
+    let at = GuestOffset::new(block % BLOCKS * STRIDE * 4096);
     disk.write(at, Buffer::copy_of(&[value; 4096]), WriteFlags::default())
 }
 
@@ -116,13 +120,37 @@ struct Scene {
     victims: Vec<(Arc<FlashDisk>, Arc<MemoryDisk>)>,
 }
 
-fn scene() -> Scene {
-    let storage: SharedStorage = MemoryStorage::new("flash");
-    let cache = block_on(cache_on(&storage, SLOTS, 1)).unwrap();
-    let home = Arc::new(Troubled { inner: MemoryDisk::new(BLOCKS * 4096), state: AtomicU8::new(WELL) });
+/// What is short: there are few slots, or there is memory for as few blocks.
+#[derive(Debug, Clone, Copy)]
+enum Few {
+    Slots,
+    Memory,
+}
+
+fn cache(few: Few) -> Arc<FlashCache> {
+    let slots = if matches!(few, Few::Slots) { SLOTS } else { 4000 };
+    let open = |memory_bytes_max| {
+        block_on(async {
+            let storage: SharedStorage = MemoryStorage::new("flash");
+            storage.set_len(bytes_of(slots)).await.unwrap();
+            vellum_flash::create(&storage, bytes_of(slots), ID, SECRET).await.unwrap();
+            let options = FlashOptions { memory_bytes_max, ..common::options(1) };
+            FlashCache::open(storage, options).await.unwrap()
+        })
+    };
+    match few {
+        Few::Slots => open(None),
+        Few::Memory => open(Some(open(None).facts().budget_used_bytes + SLOTS * LONE)),
+    }
+}
+
+fn scene(few: Few) -> Scene {
+    let cache = cache(few);
+    let size = BLOCKS * STRIDE * 4096;
+    let home = Arc::new(Troubled { inner: MemoryDisk::new(size), state: AtomicU8::new(WELL) });
     let bad = block_on(over(&cache, 1, home.clone() as SharedDisk)).unwrap();
     let victim = |number| {
-        let home = MemoryDisk::new(BLOCKS * 4096);
+        let home = MemoryDisk::new(size);
         (block_on(over(&cache, number, home.clone() as SharedDisk)).unwrap(), home)
     };
     let victims = vec![victim(2), victim(3)];
@@ -142,7 +170,7 @@ fn victims_go_on(scene: &Scene, mut between: impl FnMut()) {
                 between();
             }
         }
-        let zeros = GuestOffset::new(8192).span(4096);
+        let zeros = GuestOffset::new(2 * STRIDE * 4096).span(4096);
         answered("zeros", disk.write_zeroes(zeros, ZeroFlags::default())).unwrap();
     }
     assert_eq!(writes, 4 * BLOCKS);
@@ -151,7 +179,8 @@ fn victims_go_on(scene: &Scene, mut between: impl FnMut()) {
         let home = home.reopened();
         for block in (0..BLOCKS).filter(|block| *block != 2) {
             let value = u8::try_from((BLOCKS + block) % 251 + 1).unwrap();
-            let found = block_on(home.read(GuestOffset::new(block * 4096), Buffer::zeroed(4096))).unwrap();
+            let found =
+                block_on(home.read(GuestOffset::new(block * STRIDE * 4096), Buffer::zeroed(4096))).unwrap();
             assert_eq!(found.to_vec(), [value; 4096], "block {block}");
         }
     }
@@ -159,7 +188,26 @@ fn victims_go_on(scene: &Scene, mut between: impl FnMut()) {
 
 #[test]
 fn a_home_that_is_full_fails_its_own_writes_alone() {
-    let scene = scene();
+    is_full(Few::Slots);
+}
+
+#[test]
+fn a_home_that_is_full_leaves_memory_to_others() {
+    is_full(Few::Memory);
+}
+
+#[test]
+fn a_home_that_never_answers_holds_up_its_own_requests_alone() {
+    never_answers(Few::Slots);
+}
+
+#[test]
+fn a_home_that_never_answers_leaves_memory_to_others() {
+    never_answers(Few::Memory);
+}
+
+fn is_full(few: Few) {
+    let scene = scene(few);
     scene.home.state.store(FULL, Ordering::Relaxed);
     let mut failed = 0;
     for number in 0..BLOCKS {
@@ -183,9 +231,8 @@ fn a_home_that_is_full_fails_its_own_writes_alone() {
     block_on(scene.cache.close()).unwrap();
 }
 
-#[test]
-fn a_home_that_never_answers_holds_up_its_own_requests_alone() {
-    let scene = scene();
+fn never_answers(few: Few) {
+    let scene = scene(few);
     for number in 0..10 {
         answered("a write", write_block(&scene.bad, number, 8)).unwrap();
     }
@@ -200,7 +247,11 @@ fn a_home_that_never_answers_holds_up_its_own_requests_alone() {
     for number in 0..64u64 {
         hanging.push(Box::pin(async move {
             let _ = bad
-                .write(GuestOffset::new((300 + number) * 4096 + 3), Buffer::zeroed(7), WriteFlags::default())
+                .write(
+                    GuestOffset::new((300 + number) * STRIDE * 4096 + 3),
+                    Buffer::zeroed(7),
+                    WriteFlags::default(),
+                )
                 .await;
         }));
     }

@@ -188,14 +188,14 @@ impl Home {
                 Ok((buffer, None))
             }
             Source::Slot { at, dirty: true } => {
-                let read = self.cache.storage.read(at, buffer).await;
+                let read = self.cache.read_slots(at, buffer).await;
                 let read = read.inspect_err(|_| count(&self.tally.errors, 1))?;
                 Ok((read, None))
             }
             // Lent memory comes back only from a read that succeeds, and here another may have to follow.
             Source::Slot { at, dirty: false } => {
                 let own = Buffer::for_overwrite(buffer.len());
-                match self.cache.storage.read(at, own).await {
+                match self.cache.read_slots(at, own).await {
                     Ok(own) if !buffer.is_lent() => Ok((own, None)),
                     Ok(own) => {
                         copy_into(&mut buffer, &own);

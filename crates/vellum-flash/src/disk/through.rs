@@ -188,7 +188,7 @@ impl Home {
                 {
                     state.note_use(key);
                 }
-                Place::New { slot, sectors, .. } if may => {
+                Place::New { slot, sectors, .. } if may && state.has_spare_memory() => {
                     let is_known = state.map.get(key).is_some();
                     state.put(key, slot, sectors, false, None, Share::Through);
                     if is_known {

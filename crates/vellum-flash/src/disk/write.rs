@@ -174,7 +174,7 @@ impl Home {
                 Ok(steps) => steps,
                 Err(Unplanned::PartIsFull(part)) => {
                     drop((promise, inside, claim));
-                    cache.make_part_room(part).await?;
+                    cache.make_part_room(self, part).await?;
                     continue;
                 }
                 // A slot was given up while this waited. Home is not read with a promise, a claim or an epoch.
@@ -330,7 +330,7 @@ impl Home {
         let mut block = match under {
             Under::Slot(slot, _) => {
                 let buffer = Buffer::for_overwrite(BLOCK_LEN);
-                self.cache.storage.read(self.cache.slot_at(slot), buffer).await?.contiguous()
+                self.cache.read_slots(self.cache.slot_at(slot), buffer).await?.contiguous()
             }
             Under::Zero | Under::Home => Buffer::zeroed(BLOCK_LEN),
         };

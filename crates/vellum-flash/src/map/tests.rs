@@ -264,3 +264,92 @@ fn a_part_takes_its_share_in_any_encoding() {
     }
     assert_eq!(map.encode_part(0).len(), 4096 * 21);
 }
+
+/// What is counted beside what is there, and what the dirty blocks alone may take.
+fn counts_enough(map: &Map, why: &str) {
+    let counted = map.empty_bytes_max() + map.grown_bytes();
+    assert!(map.memory_bytes() <= counted, "{why}: {} bytes, {counted} counted", map.memory_bytes());
+    let payload: usize = (0..map.parts()).map(|part| map.encode_part(part).len()).sum();
+    assert_eq!(map.payload_bytes(), payload as u64, "{why}");
+    let groups: usize = (0..map.parts()).map(|part| map.groups_in(part).count()).sum();
+    assert_eq!(map.groups(), groups as u64, "{why}");
+}
+
+#[test]
+fn what_is_counted_for_memory_is_never_less_than_what_is_there() {
+    for seed in 0..24 {
+        let mut random = Random::from_seed(seed);
+        let layout = layout([5000, 40_000][random.index(2)]);
+        let mut map = Map::new(&layout);
+        let blocks = [2000, 20_000, 1 << 40][random.index(3)];
+        let stride = [1, 1, 16][random.index(3)];
+        let mut keys: Vec<Key> = Vec::new();
+        let (mut dirty_cost, mut most) = (0, 0);
+        for step in 0..24_000 {
+            let why = format!("seed {seed}, step {step}");
+            let grows = if step / 4000 % 2 == 0 { 9 } else { 2 };
+            let is_put = keys.is_empty() || random.below(10) < grows;
+            let changed = if is_put && keys.len() < layout.slots as usize - 1 {
+                let key = Key::new(1, random.below(blocks) * stride);
+                keys.push(key);
+                let before = map.grown_bytes() + map.payload_bytes();
+                let changed = map.put_in(key, random_entry(&mut random, layout.slots));
+                let grown = (map.grown_bytes() + map.payload_bytes()).saturating_sub(before);
+                assert!(grown + DIRTY_GROUP_COST <= DIRTY_COST_MAX, "{why}: a block adds {grown}");
+                changed
+            } else {
+                // By regions too, so that pages become sparse.
+                let key = keys.swap_remove(random.index(keys.len()));
+                map.take_out(key)
+            };
+            assert!(changed.cost <= changed.cost_before + DIRTY_COST_MAX, "{why}");
+            dirty_cost = dirty_cost + changed.cost - changed.cost_before;
+            most = most.max(map.memory_bytes());
+            if step % 997 == 0 {
+                counts_enough(&map, &why);
+                let all: u64 =
+                    (0..map.parts()).flat_map(|part| map.dirty_costs_in(part)).map(|(_, c)| c).sum();
+                assert_eq!(all, dirty_cost, "{why}");
+            }
+        }
+        counts_enough(&map, &format!("seed {seed}, at the end"));
+        // Without its clean blocks it has grown by no more than what the dirty ones may cost.
+        let clean: Vec<Key> = map.entries().filter(|(_, entry)| !entry.dirty).map(|(key, _)| key).collect();
+        for key in clean {
+            map.remove(key);
+        }
+        let groups = map.groups() * DIRTY_GROUP_COST;
+        assert!(map.grown_bytes() + map.payload_bytes() + groups <= dirty_cost, "seed {seed}");
+        counts_enough(&map, &format!("seed {seed}, without clean blocks"));
+    }
+}
+
+#[test]
+fn groups_of_few_blocks_that_are_clean_are_given_up_first() {
+    let layout = layout(20_000);
+    let mut map = Map::new(&layout);
+    let mut slot = 0;
+    let mut put = |map: &mut Map, block: u64, dirty: bool| {
+        slot += 1;
+        map.put(Key::new(1, block), Entry { slot: Slot(slot), sectors: SECTORS_ALL, dirty });
+    };
+    for group in 0..100 {
+        // Whole ones, pairs, lone ones, and lone ones that are dirty.
+        let blocks = [16, 2, 1, 1][group as usize % 4];
+        for block in 0..blocks {
+            put(&mut map, group * 16 + block, group % 4 == 3);
+        }
+    }
+    map.set_seen(Key::new(1, 2 * 16), true);
+    let lone = map.sparse(24 * 55, 1000, usize::MAX);
+    assert_eq!(lone.len(), 24);
+    assert!(
+        lone.iter().all(|key| key.block() % 64 == 32 && key.block() != 32),
+        "the one that was seen stays"
+    );
+    for key in map.sparse(u64::MAX, 1000, usize::MAX) {
+        assert!(!map.remove(key).unwrap().dirty);
+    }
+    assert_eq!((map.blocks(), map.dirty_blocks(), map.groups()), (25, 25, 25));
+    assert_eq!(map.sparse(u64::MAX, 1000, usize::MAX), []);
+}

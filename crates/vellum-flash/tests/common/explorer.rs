@@ -30,7 +30,7 @@ use vellum_sim::{
     FaultPlan, Operation, Oracle, Position, World,
 };
 
-use super::{cache_on, over_with};
+use super::{cache_with, over_with};
 use crate::flash::{FlashCache, FlashDisk, FlashPolicy};
 
 /// What is explored.
@@ -54,6 +54,10 @@ pub struct Setup {
     pub nested_one_in: u64,
     /// One in this many is drained.
     pub drained_one_in: u64,
+    /// Bytes of memory for blocks; none for the usual.
+    pub memory: Option<u64>,
+    /// Free slots are discarded.
+    pub trims: bool,
 }
 
 impl Setup {
@@ -70,6 +74,8 @@ impl Setup {
             positions: 120,
             nested_one_in: 400,
             drained_one_in: 3,
+            memory: None,
+            trims: false,
         }
     }
 
@@ -190,7 +196,7 @@ fn pattern(seed: u64, len: u64) -> Content {
 fn begin(setup: &Setup) -> Images {
     let flash = Medium::new(Content::default());
     let storage: SharedStorage = flash.clone();
-    block_on(cache_on(&storage, setup.slots, 1)).expect("a cache is made");
+    block_on(cache_with(&storage, setup.slots, 1, setup.memory, setup.trims)).expect("a cache is made");
     let homes = (0..setup.disks).map(|disk| pattern(100 + disk as u64, setup.size()).into()).collect();
     Images { flash: flash.content().into(), homes }
 }
@@ -311,7 +317,7 @@ fn run(setup: &Setup, images: &Images, initial: &[Content], seed: u64) -> (Run, 
     let how = random.below(4);
     let outcome = world.run(async {
         let storage: SharedStorage = flash.clone();
-        let mut cache = cache_on(&storage, setup.slots, seed).await?;
+        let mut cache = cache_with(&storage, setup.slots, seed, setup.memory, setup.trims).await?;
         let mut disks: Vec<Arc<FlashDisk>> = Vec::new();
         for (number, home) in homes.iter().enumerate() {
             disks.push(open(setup, &cache, number, home_on(home.clone())).await?);
@@ -351,7 +357,7 @@ fn run(setup: &Setup, images: &Images, initial: &[Content], seed: u64) -> (Run, 
                     if closed.is_err() {
                         return first_error.and(closed);
                     }
-                    cache = cache_on(&storage, setup.slots, seed).await?;
+                    cache = cache_with(&storage, setup.slots, seed, setup.memory, setup.trims).await?;
                     disks[0] = open(setup, &cache, 0, home_on(homes[0].clone())).await?;
                     watched = oracles[0].watch(disks[0].clone());
                     continue;
@@ -458,7 +464,7 @@ fn judge(
             vellum_format::settle(&**home).await.map_err(chain)?;
         }
         let storage: SharedStorage = flash.clone();
-        let cache = cache_on(&storage, setup.slots, 3)
+        let cache = cache_with(&storage, setup.slots, 3, setup.memory, setup.trims)
             .await
             .map_err(|error| format!("the cache cannot be opened: {}", error.chain()))?;
         let mut disks = Vec::new();
@@ -498,7 +504,7 @@ fn judge(
         }
         drop(disks);
         let storage: SharedStorage = Medium::new(flash.content());
-        let cache = cache_on(&storage, setup.slots, 4).await.map_err(chain)?;
+        let cache = cache_with(&storage, setup.slots, 4, setup.memory, setup.trims).await.map_err(chain)?;
         for (number, home) in homes.iter().enumerate() {
             let disk = open(setup, &cache, number, home_on(home.clone())).await.map_err(chain)?;
             differs("drained and opened again", number, &found[number], &whole(&*disk).await?)?;

@@ -55,6 +55,26 @@ pub async fn cache_on(storage: &SharedStorage, slots: u64, seed: u64) -> Result<
     FlashCache::open(storage.clone(), options(seed)).await
 }
 
+/// The same with memory for so many bytes of blocks, and with discards of free slots.
+pub async fn cache_with(
+    storage: &SharedStorage,
+    slots: u64,
+    seed: u64,
+    memory: Option<u64>,
+    trims: bool,
+) -> Result<Arc<FlashCache>> {
+    if storage.len() == 0 {
+        drop(cache_on(storage, slots, seed).await?);
+    }
+    let mut options = FlashOptions { discards: trims, discard_slots_min: 1, ..options(seed) };
+    if let Some(for_blocks) = memory {
+        let empty: SharedStorage = vellum_core::MemoryStorage::new("empty");
+        let needed = cache_on(&empty, slots, seed).await?.facts().budget_used_bytes;
+        options.memory_bytes_max = Some(needed + for_blocks);
+    }
+    FlashCache::open(storage.clone(), options).await
+}
+
 /// A disk whose cache does background work after every request, and which closes its cache.
 pub struct Owner {
     pub cache: Arc<FlashCache>,

@@ -17,6 +17,8 @@ use vellum_sim::{Content, CrashKind, Drive, DriveOptions, World};
 const JOURNAL: u32 = 0x564C_4A31;
 const PADDING: u32 = 0x564C_5044;
 const NAMES: u32 = 0x6803_F857;
+const BACKING_FORMAT: u32 = 0xE279_2ACA;
+const FOREIGN: u32 = 0x1234_5678;
 const ROW: usize = 48;
 const FIELDS: usize = 112;
 const WANTED: u64 = 128 << 10;

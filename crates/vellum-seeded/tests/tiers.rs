@@ -4,8 +4,10 @@ extern crate vellum_seeded as vellum_format;
 
 #[path = "../../vellum-format/tests/common/mod.rs"]
 mod common;
+#[allow(dead_code, reason = "other tests use the rest")]
 #[path = "../../vellum-format/tests/tiers/explorer.rs"]
 mod explorer;
+#[allow(dead_code, reason = "other tests use the rest")]
 #[path = "../../vellum-format/tests/tiers/trials.rs"]
 mod trials;
 

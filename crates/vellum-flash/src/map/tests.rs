@@ -335,7 +335,11 @@ fn groups_of_few_blocks_that_are_clean_are_given_up_first() {
     };
     for group in 0..100 {
         // Whole ones, pairs, lone ones, and lone ones that are dirty.
-        let blocks = [16, 2, 1, 1][group as usize % 4];
+        let blocks = match group % 4 {
+            0 => 16,
+            1 => 2,
+            _ => 1,
+        };
         for block in 0..blocks {
             put(&mut map, group * 16 + block, group % 4 == 3);
         }

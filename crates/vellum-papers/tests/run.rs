@@ -133,7 +133,10 @@ fn counted_rows_of_cowcache_are_exact_and_a_hostile_trace_is_refused() {
     let rows = rows(&report);
     let verdicts: Vec<&str> =
         rows.iter().filter(|(id, ..)| id == "C13" || id == "C31").map(|(.., verdict)| &**verdict).collect();
-    assert_eq!(verdicts, ["reproduced", "better", "better", "not-comparable", "reproduced", "reproduced"]);
+    assert_eq!(
+        verdicts,
+        ["reproduced", "better", "better", "not-comparable", "reproduced", "reproduced", "reproduced"]
+    );
     assert!(rows.iter().any(|(id, ..)| id == "C27") && dir.path().join("cowcache-15.csv").exists());
 
     fs::write(&trace, msr_trace(10) + "1,host,0,Write,0,1\n").expect("a trace");

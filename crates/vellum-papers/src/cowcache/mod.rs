@@ -16,6 +16,7 @@
 //! tables like everything else. The format above it is our own qcow2 without a journal.
 
 pub(crate) mod guest;
+mod processor;
 pub(crate) mod scene;
 pub(crate) mod timed;
 pub(crate) mod trace;

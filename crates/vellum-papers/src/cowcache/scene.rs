@@ -8,17 +8,19 @@ use std::time::Duration;
 
 use serde::Serialize;
 use vellum_core::{
-    Buffer, GuestOffset, GuestSpan, ImageOffset, IoCounts, Limits, Random, Result, SharedDisk, SharedStorage,
-    WriteFlags, ZeroFlags, try_join_all,
+    Buffer, GuestOffset, GuestSpan, IoCounts, Limits, Random, Result, SharedDisk, SharedStorage, WriteFlags,
+    ZeroFlags, try_join_all,
 };
 use vellum_flash::{
-    CacheCounts, DiskOptions, FlashCache, FlashCounts, FlashDisk, FlashOptions, FlashPolicy, create,
+    CacheCounts, DiskOptions, FlashCache, FlashCounts, FlashDisk, FlashMetadata, FlashOptions, FlashPolicy,
+    MetadataOptions, create,
 };
-use vellum_format::image::Files;
+use vellum_format::image::{CachedTables, Files};
 use vellum_format::qcow2::{self, CreateOptions, Header, OpenOptions, Qcow2};
 use vellum_lab::guest::Request;
-use vellum_sim::{Operation, Spawner, World};
+use vellum_sim::{Spawner, World};
 
+use super::processor::Processor;
 use super::trdc::{Base, DataSide, FILL, Policy, TableSide, Trdc, TrdcCounts};
 use super::{BLOCK_BYTES, CLUSTER_BYTES, DISK_BYTES};
 use crate::model::{Device, ForgetfulDrive};
@@ -26,6 +28,7 @@ use crate::model::{Device, ForgetfulDrive};
 /// Memory of the rival's format for pages of tables: 128 of them, of which it writes 32 together. Tables in whole are
 /// the cache's business.
 const PAGES_BYTES: u64 = 128 * 4096;
+const MIB: u64 = 1 << 20;
 /// The secret and the id of a cache.
 const SECRET: u64 = 0x5EC2_E700_0000_0001;
 const ID: [u8; 16] = [7; 16];
@@ -55,7 +58,20 @@ pub(crate) struct Scene {
 
 pub(crate) enum Side {
     Rival(Arc<Trdc>),
-    Ours { cache: Arc<FlashCache>, disk: Arc<FlashDisk>, before: CacheCounts },
+    Ours(Box<Ours>),
+}
+
+/// The flash cache, and what it lies on.
+pub(crate) struct Ours {
+    cache: Arc<FlashCache>,
+    disk: Arc<FlashDisk>,
+    /// The tables of the image, where writes look them up: with writethrough.
+    tables: Option<Arc<FlashMetadata>>,
+    flash: SharedStorage,
+    home: SharedDisk,
+    sizes: Sizes,
+    /// What it had written before the first request.
+    before: CacheCounts,
 }
 
 /// How much flash there is, and the memory for tables.
@@ -156,37 +172,103 @@ impl Scene {
         Ok(Qcow2::open(header, files, options).await?)
     }
 
-    /// The flash cache over an image on the network, whose clusters have subclusters.
-    pub(crate) async fn ours(devices: Devices, world: Option<&World>, sizes: Sizes) -> Result<Self> {
+    /// The flash cache over an image on the network. With write-back its clusters have subclusters, so that what goes home
+    /// is not filled; with writethrough it is the paper's image, whose tables are cached by sectors.
+    pub(crate) async fn ours(
+        devices: Devices,
+        world: Option<&World>,
+        policy: Policy,
+        sizes: Sizes,
+    ) -> Result<Self> {
         let slots = sizes.blocks.unwrap_or(sizes.blocks_max).max(64);
         let flash_bytes = slots * BLOCK_BYTES + ring_and_slices(slots);
-        let plain = forgetful(devices.flash.clone(), flash_bytes, flash_bytes - slots * BLOCK_BYTES);
+        // Guests write nothing but FILL; tables in slots are kept.
+        let sizes_of_flash = (flash_bytes, flash_bytes - slots * BLOCK_BYTES);
+        let plain: SharedStorage =
+            ForgetfulDrive::remembering(devices.flash.clone(), Limits::plain(), sizes_of_flash, FILL);
         create(&plain, flash_bytes, ID, SECRET).await?;
-        let clock = world.map(World::clock);
-        let mut options = FlashOptions::new(clock, Random::from_seed(1));
+        let cache = Self::cache(&plain, world, sizes).await?;
+        let image = forgetful(devices.network.clone(), 0, u64::MAX);
+        let data = forgetful(devices.network.clone(), DISK_BYTES, 0);
+        let is_through = policy == Policy::WriteThrough;
+        let (header, _) = new_overlay(&image, &data, !is_through).await?;
+        let tables = match is_through {
+            false => None,
+            true => {
+                let options = MetadataOptions {
+                    image: image.clone(),
+                    name: None,
+                    is_written: true,
+                    table_bytes: CLUSTER_BYTES,
+                };
+                Some(cache.open_metadata(options).await?)
+            }
+        };
+        let image = tables.as_ref().map_or(image, FlashMetadata::image);
+        let cached = |tables: &Arc<FlashMetadata>| CachedTables {
+            storage: tables.tables(),
+            lookups: tables.lookups(),
+        };
+        let options = OpenOptions {
+            mapping_bytes_max: sizes.memory_bytes.max(MIB),
+            tables: tables.as_ref().map(cached),
+            ..OpenOptions::default()
+        };
+        let below = base(None, devices.network.clone());
+        let files = Files { image, data_file: Some(data), below: Some(below) };
+        let home = Qcow2::open(header, files, options).await?;
+        Self::opened(devices, (policy, sizes), (plain, cache, home), tables).await
+    }
+
+    /// The cache in `flash`.
+    async fn cache(flash: &SharedStorage, world: Option<&World>, sizes: Sizes) -> Result<Arc<FlashCache>> {
+        let mut options = FlashOptions::new(world.map(World::clock), Random::from_seed(1));
         // Home goes what has to, as with the rival: nothing because it is old, and nothing while there is room for all.
         options.age = Duration::from_hours(24 * 365);
         if sizes.blocks.is_none() {
             options.dirty_percent = 100;
         }
-        let cache = FlashCache::open(plain, options).await?;
-        let image = forgetful(devices.network.clone(), 0, u64::MAX);
-        let data = forgetful(devices.network.clone(), DISK_BYTES, 0);
-        let (header, _) = new_overlay(&image, &data, true).await?;
-        let below = base(None, devices.network.clone());
-        let files = Files { image, data_file: Some(data), below: Some(below) };
-        let home = Qcow2::open(header, files, OpenOptions::default()).await?;
+        FlashCache::open(flash.clone(), options).await
+    }
+
+    /// An open cache over this home.
+    async fn opened(
+        devices: Devices,
+        (policy, sizes): (Policy, Sizes),
+        (flash, cache, home): (SharedStorage, Arc<FlashCache>, SharedDisk),
+        tables: Option<Arc<FlashMetadata>>,
+    ) -> Result<Self> {
         let options = DiskOptions {
             disk: [1; 16],
-            home,
+            home: home.clone(),
             sessions: None,
-            policy: FlashPolicy::WriteBack,
+            policy: match policy {
+                Policy::WriteBack => FlashPolicy::WriteBack,
+                Policy::WriteThrough => FlashPolicy::WriteThrough,
+            },
             trusts_home: true,
         };
         let disk = cache.open_disk(options).await?;
-        let side = Side::Ours { before: cache.counts(), cache, disk: disk.clone() };
+        let before = cache.counts();
         let network_before = devices.network.counts();
-        Ok(Self { disk, devices, side, network_before })
+        let ours = Ours { cache, disk: disk.clone(), tables, flash, home, sizes, before };
+        Ok(Self { disk, devices, side: Side::Ours(Box::new(ours)), network_before })
+    }
+
+    /// The same cache, which was not closed, opened again.
+    pub(crate) async fn after_a_crash(self, world: &World) -> Result<Self> {
+        let Side::Ours(ours) = self.side else { panic!("the rival's recovery is not modelled") };
+        let Ours { flash, home, sizes, .. } = *ours;
+        let cache = Self::cache(&flash, Some(world), sizes).await?;
+        Self::opened(self.devices, (Policy::WriteBack, sizes), (flash, cache, home), None).await
+    }
+
+    /// Sends home all that is dirty.
+    pub(crate) async fn drain(&self) -> Result<()> {
+        match &self.side {
+            Side::Rival(_) => Ok(()),
+            Side::Ours(ours) => ours.disk.drain().await,
+        }
     }
 
     /// What has been counted by now.
@@ -214,13 +296,19 @@ impl Scene {
                     ..of_network
                 }
             }
-            Side::Ours { cache, disk, before } => {
-                let (counts, disk): (CacheCounts, FlashCounts) = (cache.counts(), disk.counts());
+            Side::Ours(ours) => {
+                let before = &ours.before;
+                let (counts, disk): (CacheCounts, FlashCounts) = (ours.cache.counts(), ours.disk.counts());
+                let tables = ours.tables.as_ref().map(|tables| tables.counts()).unwrap_or_default();
                 let records = counts.record_bytes - before.record_bytes;
                 Counted {
                     flash_data: disk.slot_writes + disk.admit_writes,
                     flash_admitted: disk.admit_writes,
-                    flash_metadata: records + counts.slice_bytes - before.slice_bytes,
+                    flash_metadata: records + counts.slice_bytes - before.slice_bytes
+                        + tables.flash_write_bytes,
+                    flash_metadata_read: tables.flash_read_bytes,
+                    lookups: tables.lookups,
+                    misses: tables.flash_hits + tables.misses,
                     flash_flushes: counts.flushes - before.flushes,
                     ..of_network
                 }
@@ -230,8 +318,8 @@ impl Scene {
 
     /// What a server does beside requests.
     pub(crate) async fn tend(&self, now: Duration) {
-        if let Side::Ours { cache, .. } = &self.side {
-            while cache.tend(now).await {}
+        if let Side::Ours(ours) = &self.side {
+            while ours.cache.tend(now).await {}
         }
     }
 }
@@ -313,7 +401,7 @@ pub(crate) async fn ask_many(
     spawner: &Spawner,
     requests: impl Iterator<Item = Request> + 'static,
     depth: u64,
-    processor: &Arc<Device>,
+    processor: &Arc<Processor>,
 ) -> Result<Asked> {
     let requests = Rc::new(RefCell::new(requests));
     let asked = Rc::new(RefCell::new(Asked::default()));
@@ -324,7 +412,7 @@ pub(crate) async fn ask_many(
             loop {
                 let next = requests.borrow_mut().next();
                 let Some(request) = next else { return Ok(()) };
-                processor.pass(Operation::Read, ImageOffset::ZERO.span(0)).await;
+                processor.work(request).await;
                 ask_one(&scene.disk, &scene.side, request).await?;
                 asked.borrow_mut().note(request);
             }

@@ -1,9 +1,11 @@
 //! A drive that takes its time as a model computes and keeps little of what is written: for workloads of many
 //! gigabytes.
 //!
-//! What is below `kept` is kept, for example metadata; what is behind it reads as zero. Nothing is recorded
-//! and nothing fails: for crashes there is [`Drive`](vellum_sim::Drive).
+//! What is below `kept` is kept, for example metadata; what is behind it reads as one byte, for example zero. A drive that
+//! remembers keeps what is behind it too, where it is anything but that byte. Nothing is recorded and nothing fails: for
+//! crashes there is [`Drive`](vellum_sim::Drive).
 
+use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use vellum_core::memory::SparseBytes;
@@ -22,11 +24,18 @@ pub(crate) struct ForgetfulDrive {
     kept: u64,
     /// What is not kept reads as this.
     other: u8,
+    remembers: bool,
     state: Mutex<State>,
 }
 
+/// What is remembered, is so by blocks of this size.
+const BLOCK: u64 = BLOCK_LEN as u64;
+const BLOCK_LEN: usize = 4096;
+
 struct State {
     bytes: SparseBytes,
+    /// Blocks behind `kept` that are anything but `other`.
+    remembered: HashSet<u64>,
     len: u64,
 }
 
@@ -38,8 +47,20 @@ impl ForgetfulDrive {
 
     /// The same on a device of any kind; what is not kept reads as `other`.
     pub(crate) fn on(device: Arc<Device>, limits: Limits, (len, kept): (u64, u64), other: u8) -> Arc<Self> {
-        let state = Mutex::new(State { bytes: SparseBytes::default(), len });
-        Arc::new(Self { device, limits, kept, other, state })
+        let state = State { bytes: SparseBytes::default(), remembered: HashSet::new(), len };
+        Arc::new(Self { device, limits, kept, other, remembers: false, state: Mutex::new(state) })
+    }
+
+    /// The same, and it remembers. `kept` is a multiple of 4 KiB.
+    pub(crate) fn remembering(
+        device: Arc<Device>,
+        limits: Limits,
+        (len, kept): (u64, u64),
+        other: u8,
+    ) -> Arc<Self> {
+        assert!(kept.is_multiple_of(BLOCK), "a block is kept as a whole, or is not");
+        let state = State { bytes: SparseBytes::default(), remembered: HashSet::new(), len };
+        Arc::new(Self { device, limits, kept, other, remembers: true, state: Mutex::new(state) })
     }
 
     /// The requests so far.
@@ -53,6 +74,44 @@ impl ForgetfulDrive {
 
     async fn pass(&self, operation: Operation, span: ImageSpan) {
         self.device.pass(operation, span).await;
+    }
+
+    /// The bytes of a run as they are remembered.
+    fn recall(&self, state: &State, mut at: ImageOffset, mut bytes: &mut [u8]) {
+        while !bytes.is_empty() {
+            let block = at.bytes() / BLOCK;
+            let len = usize::try_from((block + 1) * BLOCK - at.bytes()).expect("a block").min(bytes.len());
+            let (part, rest) = bytes.split_at_mut(len);
+            if at.bytes() < self.kept || state.remembered.contains(&block) {
+                state.bytes.read(at, part);
+            } else {
+                part.fill(self.other);
+            }
+            (at, bytes) = (at + len as u64, rest);
+        }
+    }
+
+    /// Remembers the bytes of a run.
+    fn remember(&self, state: &mut State, mut at: ImageOffset, mut bytes: &[u8]) {
+        while !bytes.is_empty() {
+            let block = at.bytes() / BLOCK;
+            let len = usize::try_from((block + 1) * BLOCK - at.bytes()).expect("a block").min(bytes.len());
+            let (part, rest) = bytes.split_at(len);
+            let is_kept = at.bytes() < self.kept;
+            let is_whole = len as u64 == BLOCK;
+            let is_other = part.iter().all(|byte| *byte == self.other);
+            if !is_kept && is_other && (is_whole || !state.remembered.contains(&block)) {
+                if state.remembered.remove(&block) {
+                    state.bytes.zero(ImageOffset::new(block * BLOCK).span(BLOCK));
+                }
+            } else {
+                if !is_kept && state.remembered.insert(block) {
+                    state.bytes.write(ImageOffset::new(block * BLOCK), &[self.other; BLOCK_LEN]);
+                }
+                state.bytes.write(at, part);
+            }
+            (at, bytes) = (at + len as u64, rest);
+        }
     }
 
     /// The part of a run that is kept.
@@ -78,6 +137,12 @@ impl Storage for ForgetfulDrive {
         Box::pin(async move {
             let span = at.span(buffer.len() as u64);
             self.pass(Operation::Read, span).await;
+            if self.remembers {
+                let state = self.lock();
+                buffer.fill_with(|from, piece| self.recall(&state, at + from as u64, piece));
+                drop(state);
+                return Ok(buffer);
+            }
             if self.kept(span).is_empty() {
                 buffer.fill(self.other);
                 return Ok(buffer);
@@ -97,6 +162,14 @@ impl Storage for ForgetfulDrive {
             let data = data.owned();
             let mut state = self.lock();
             state.len = state.len.max(span.end().bytes());
+            if self.remembers {
+                let mut at = at;
+                for piece in data.pieces() {
+                    self.remember(&mut state, at, piece);
+                    at += piece.len() as u64;
+                }
+                return Ok(());
+            }
             let (mut at, mut left) = (at, kept);
             for piece in data.pieces() {
                 let part = &piece[..piece.len().min(left)];
@@ -158,5 +231,33 @@ impl Storage for ForgetfulDrive {
         Box::pin(async move {
             Ok((!span.is_empty()).then_some(StorageRun { span, is_data: true }).into_iter().collect())
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_lite::future::block_on;
+
+    use super::*;
+
+    #[test]
+    fn a_drive_that_remembers_keeps_what_is_not_its_byte() {
+        let drive = ForgetfulDrive::remembering(Device::instant(), Limits::plain(), (1 << 20, 8192), 7);
+        let write = |at: u64, bytes: &[u8]| {
+            block_on(drive.write(ImageOffset::new(at), Buffer::copy_of(bytes))).unwrap();
+        };
+        let read = |at: u64, len: usize| {
+            block_on(drive.read(ImageOffset::new(at), Buffer::zeroed(len))).unwrap().to_vec()
+        };
+        let remembered = || drive.lock().remembered.len();
+        write(8000, &[1; 400]);
+        assert_eq!(read(7999, 402), [&[0][..], &[1; 400], &[7]].concat());
+        write(12_288, &[7; 8192]);
+        assert_eq!((remembered(), read(12_288, 8192)), (1, vec![7; 8192]));
+        write(13_000, &[7, 2]);
+        write(13_000, &[7]);
+        assert_eq!((remembered(), read(12_999, 3)), (2, vec![7, 7, 2]));
+        write(12_288, &[7; 4096]);
+        assert_eq!((remembered(), read(13_001, 1)), (1, vec![7]));
     }
 }

@@ -106,12 +106,6 @@ impl SsdParameters {
             is_protected: true,
         }
     }
-
-    /// Something that takes so long for each read, one after the other.
-    pub(crate) fn one_at_a_time(time: Duration) -> Self {
-        let rate = u64::MAX >> 8;
-        Self { name: "processor", read_latency: time, ways: 1, link_rate: rate, ..Self::data_centre_sata() }
-    }
 }
 
 /// A solid-state drive.

@@ -94,6 +94,7 @@ fn network(all: &[Pair]) -> Figure {
 
 fn hit_ratios(runs: &Runs) -> Figure {
     let rival = runs.by_memory.iter().map(|(_, counted)| Some(100.0 * counted.hit_ratio())).collect();
+    let ours = runs.ours_by_memory.iter().map(|(_, counted)| Some(100.0 * counted.hit_ratio())).collect();
     Figure {
         file: "cowcache-table-1-hits".to_owned(),
         title: "Table 1: lookups of tables that were in memory, random 64 KiB writes".to_owned(),
@@ -103,6 +104,7 @@ fn hit_ratios(runs: &Runs) -> Figure {
         places: MEMORY_MIB.iter().map(u64::to_string).collect(),
         series: vec![
             series("TRDC, modelled", false, rival),
+            series("flash cache, writethrough", false, ours),
             series("TRDC, paper", true, [33.6, 74.7, 83.1, 91.6, 100.0].map(Some).into()),
             series("COWC, paper", true, [75.1, 83.0, 90.4, 96.6, 100.0].map(Some).into()),
         ],
@@ -118,6 +120,7 @@ fn tables(runs: &Runs) -> Figure {
             .collect()
     };
     let ours = runs.random[4].ours.flash_metadata;
+    let through = runs.ours_by_memory.iter().map(|(_, counted)| gib(counted.flash_metadata)).collect();
     Figure {
         file: "cowcache-table-1-metadata".to_owned(),
         title: "Table 1: metadata to and from flash, random 64 KiB writes".to_owned(),
@@ -129,6 +132,7 @@ fn tables(runs: &Runs) -> Figure {
             series("TRDC written, modelled", false, rival(&|written, _| written)),
             series("TRDC read, modelled", false, rival(&|_, read| read)),
             series("flash cache written, write-back", false, MEMORY_MIB.iter().map(|_| gib(ours)).collect()),
+            series("flash cache written, writethrough", false, through),
             series("TRDC written, paper", true, [61.15, 46.61, 31.95, 18.08, 4.95].map(Some).into()),
             series("TRDC read, paper", true, [119.64, 45.66, 30.39, 15.13, 0.0].map(Some).into()),
             series("COWC written, paper", true, [0.47; 5].map(Some).into()),
@@ -138,7 +142,7 @@ fn tables(runs: &Runs) -> Figure {
 
 /// Figures 9, 10a, 11 and 12: how much faster it is, with write-back.
 fn speeds(runs: &Runs) -> Vec<Figure> {
-    let all = &runs.speeds;
+    let all = &runs.speeds.back;
     let of = |speeds: &[Speed], value: &dyn Fn((f64, f64, f64)) -> f64| -> Vec<Option<f64>> {
         speeds.iter().map(|speed| Some(value(speed.gain()))).collect()
     };
@@ -166,7 +170,7 @@ fn speeds(runs: &Runs) -> Vec<Figure> {
     ten.push(paper(&[Some(4.4), None, None, None, Some(1.0), None]));
     let mut eleven: Vec<Series> = banded(&all.mixed[0], "writes to reads 2:1").into();
     eleven.extend(banded(&all.mixed[1], "1:2"));
-    eleven.push(paper(&[None, None, Some(1.8), None]));
+    eleven.push(paper(&[Some(3.4), None, Some(1.8)]));
     let twelve: Vec<Series> = banded(&all.oltp, "flash cache").into();
     vec![
         figure(

@@ -106,10 +106,12 @@ struct Runs {
     flushed: Vec<Pair>,
     /// The rival by memory, 64 KiB.
     by_memory: Vec<(u64, Counted)>,
+    /// The flash cache with writethrough by memory, 64 KiB.
+    ours_by_memory: Vec<(u64, Counted)>,
     /// The rival with 1 MiB, 4 KiB.
     small_memory: Counted,
-    /// The rival with writethrough, 4 KiB.
-    through: Counted,
+    /// With writethrough, 4 KiB and 64 KiB.
+    through: Vec<Pair>,
     /// OLTP2-1, 2-8, 8-1, 8-8.
     oltp: Vec<Pair>,
     varmail: Replayed,
@@ -160,7 +162,7 @@ fn counted(job: &Job) -> Result<Counted> {
         Sizes { blocks: None, blocks_max: blocks * 5 / 4 + 65_536, memory_bytes: job.memory_mib * MIB };
     block_on(async {
         let scene = match job.is_ours {
-            true => Scene::ours(Devices::instant(), None, sizes).await?,
+            true => Scene::ours(Devices::instant(), None, job.policy, sizes).await?,
             false => Scene::rival(Devices::instant(), job.policy, sizes).await?,
         };
         let asked = ask(&scene, with_flushes(job.guest.requests(job.requests, SEED), job.every)).await?;
@@ -180,7 +182,7 @@ fn replayed(
     let sizes = Sizes { blocks: share, blocks_max: blocks * 2 + 65_536, memory_bytes: 128 * MIB };
     block_on(async {
         let scene = match is_ours {
-            true => Scene::ours(Devices::instant(), None, sizes).await?,
+            true => Scene::ours(Devices::instant(), None, Policy::WriteBack, sizes).await?,
             false => Scene::rival(Devices::instant(), Policy::WriteBack, sizes).await?,
         };
         let asked = ask(&scene, requests.iter().copied()).await?;
@@ -306,7 +308,15 @@ fn run_all(options: &Options, table: Table) -> Result<Runs> {
     jobs.extend(oltp.iter().flat_map(|job| both(*job)));
     jobs.extend(MEMORY_MIB.map(|memory_mib| Job { memory_mib, ..plain(random[4]) }));
     jobs.push(Job { memory_mib: 1, ..plain(random[0]) });
-    jobs.push(Job { policy: Policy::WriteThrough, ..plain(random[0]) });
+    jobs.extend(
+        [0, 4].iter().flat_map(|index| both(Job { policy: Policy::WriteThrough, ..plain(random[*index]) })),
+    );
+    jobs.extend(MEMORY_MIB.map(|memory_mib| Job {
+        memory_mib,
+        policy: Policy::WriteThrough,
+        is_ours: true,
+        ..plain(random[4])
+    }));
     table.say(&format!("{} runs of {requests} requests", jobs.len()));
     let done = on_all_processors(&jobs, counted)?;
     let pair = |(jobs, both): (&[Job], &[Counted])| Pair {
@@ -330,7 +340,8 @@ fn run_all(options: &Options, table: Table) -> Result<Runs> {
         flushed: pairs[6..8].to_vec(),
         by_memory,
         small_memory: done[29],
-        through: done[30],
+        through: jobs[30..34].chunks(2).zip(done[30..34].chunks(2)).map(pair).collect(),
+        ours_by_memory: MEMORY_MIB.iter().copied().zip(done[34..].iter().copied()).collect(),
         oltp: pairs[8..12].to_vec(),
         varmail: varmail()?,
         speeds: Speeds::run(options.is_full)?,

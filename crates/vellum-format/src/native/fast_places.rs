@@ -118,8 +118,14 @@ mod tests {
             );
             assert_eq!(last.word + 8, fast.end());
             // A gap is used again, and an image that was grown does not lose what its table has.
-            let gap = places.without_fast().unwrap();
-            assert_eq!(gap.with_fast(0).unwrap(), places);
+            let again = places.without_fast().unwrap().with_fast(0).unwrap();
+            assert_eq!(again.region(Region::Table), table, "the table loses nothing a second time");
+            let fast_again = again.region(Region::Fast);
+            assert_eq!(fast_again.start(), fast.start());
+            assert!(
+                fast_again.end() <= fast.end() && again.fast_units() >= table.len() / 4,
+                "bits for all entries"
+            );
             assert!(before.with_fast(before.size_max() + 1).is_err(), "a snapshot needs all of it");
         }
         assert!(Places::plan(shape(1 << 30, Layout::Linear, None), 0).unwrap().with_fast(0).is_err());

@@ -130,7 +130,8 @@ fn a_file_that_is_changed_from_outside_is_noticed() {
             };
             let Ok(file) = File::open(&path, options).await else { continue };
             let proven = file.proof_now().await.expect("it is there");
-            assert!(proven.is_some() && proven == file.proof());
+            // Opening for writing tries whether holes can be made, and so changes the file's times after it was looked at.
+            assert!(proven.is_some() && (keeps_len || proven == file.proof()));
             assert_eq!(
                 file.read(at(16_000), Buffer::zeroed(8000)).await.expect("a read").to_vec()[3999..4001],
                 [7, 0]

@@ -198,8 +198,6 @@ pub enum Bug {
     SlotFreedBeforeClear,
     /// A unit is promoted while it is not durable that its last copy does not count.
     PromotedOverClear,
-    /// Of several copies of a unit the first complete one counts, not the newest.
-    OldestCopy,
     /// An image that is changed without its fast medium takes the session along.
     FastSessionKept,
     /// Bits that were void count again in a new session.

@@ -153,9 +153,11 @@ impl State {
         self.promised.slots += need.slots;
         self.promised.bytes += need.bytes;
         self.promised.runs += need.runs;
-        let asked = self.asked.entry(row).or_default();
-        asked.slots += need.slots;
-        asked.runs += need.runs;
+        if need.slots > 0 || need.runs > 0 {
+            let asked = self.asked.entry(row).or_default();
+            asked.slots += need.slots;
+            asked.runs += need.runs;
+        }
     }
 
     /// What was asked is no more, of which this was left.
@@ -163,6 +165,10 @@ impl State {
         self.promised.slots -= left.slots;
         self.promised.bytes -= left.bytes;
         self.promised.runs -= left.runs;
+        // Room in the record alone is no share of anything, and was not counted.
+        if need.slots == 0 && need.runs == 0 {
+            return;
+        }
         let asked = self.asked.get_mut(&row).expect("it was promised");
         asked.slots -= need.slots;
         asked.runs -= need.runs;

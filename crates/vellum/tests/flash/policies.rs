@@ -328,3 +328,34 @@ fn places_that_become_free_are_discarded() {
         same(&alone(&dir, &image), &model, choice);
     }
 }
+
+/// Two clients on two workers write at once: each has room in a record promised at the same time.
+#[test]
+fn two_clients_write_through_at_once() {
+    for kind in [KINDS[0], KINDS[4]] {
+        let dir = Dir::new("flash-two");
+        let (image, _) = kind.make(&dir, 32 << 20);
+        let cache = made_cache(&dir, "64M");
+        let server =
+            Server::start(&[&image, "--threads", "2", "--flash", &cache, "--flash-policy", "writethrough"]);
+        std::thread::scope(|scope| {
+            for half in 0..2u64 {
+                let mut client = Client::connect(&server.peer(), "").expect("it is served");
+                scope.spawn(move || {
+                    for number in 0..1500u64 {
+                        let at = (half << 24) + number * 7919 % 4096 * 4096;
+                        client.write(at, &noise(4096, number % 64), 0).expect("written");
+                    }
+                    client.flush().expect("flushed");
+                    for number in 1400..1500u64 {
+                        let at = (half << 24) + number * 7919 % 4096 * 4096;
+                        same(&client.read(at, 4096).expect("read"), &noise(4096, number % 64), "read again");
+                    }
+                    client.disconnect();
+                });
+            }
+        });
+        server.stop();
+        is_sound(&image);
+    }
+}

@@ -222,7 +222,8 @@ async fn complete_one(
     image: &Path,
     options: &ImageOptions,
 ) -> Result<u64> {
-    let flash = FlashChoice { cache: cache.clone(), policy: Some(FlashPolicy::WriteBack) };
+    let flash =
+        FlashChoice { cache: cache.clone(), policy: Some(FlashPolicy::WriteBack), boot: super::boot() };
     let chain = open_image(image, &ImageOptions { flash: Some(flash), ..options.clone() }).await?;
     let dirty = chain.flash().map_or(0, |flash| flash.dirty_blocks());
     let drained = chain.drain().await;

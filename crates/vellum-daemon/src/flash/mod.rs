@@ -22,7 +22,7 @@ use std::ops::ControlFlow;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use vellum_core::pin::ProofKind;
@@ -296,7 +296,7 @@ impl HostFlash {
 
     /// As disks use it.
     pub(crate) fn choice(&self, policy: Option<FlashPolicy>) -> FlashChoice {
-        FlashChoice { cache: self.cache.clone(), policy }
+        FlashChoice { cache: self.cache.clone(), policy, boot: boot() }
     }
 
     /// The server ends: disks that are closed from now on may leave dirty blocks in it.
@@ -332,4 +332,14 @@ impl HostFlash {
         self.say_if_stopped();
         self.cache.close().await.context(|| format!("can't close the flash cache {}", self.path.display()))
     }
+}
+
+/// The number that the kernel has drawn for this start of the host.
+fn boot() -> Option<[u8; 16]> {
+    static BOOT: OnceLock<Option<[u8; 16]>> = OnceLock::new();
+    *BOOT.get_or_init(|| {
+        let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+        let digits = text.trim().replace('-', "");
+        u128::from_str_radix(&digits, 16).ok().map(u128::to_be_bytes)
+    })
 }

@@ -44,6 +44,8 @@ pub struct FlashChoice {
     /// What the top disk does with it. By default write-back where the image has a place for a session, and otherwise
     /// only what is read is cached.
     pub policy: Option<FlashPolicy>,
+    /// A number of this start of the host, if it has one. Tables of files are found again only until its next start.
+    pub boot: Option<[u8; 16]>,
 }
 
 impl fmt::Debug for FlashChoice {
@@ -258,6 +260,7 @@ pub struct FlashedTables {
     metadata: Arc<FlashMetadata>,
     kind: FormatKind,
     place: Option<Identity>,
+    boot: Option<[u8; 16]>,
 }
 
 impl FlashedTables {
@@ -271,7 +274,9 @@ impl FlashedTables {
     /// program has given it up.
     pub(super) async fn close(&self, storage: &dyn Storage, is_done: bool) -> Result<()> {
         let name = async || match is_done {
-            true => id_of_left_tables(self.kind, storage, self.place.as_ref()).await.ok().flatten(),
+            true => {
+                id_of_left_tables(self.kind, storage, self.place.as_ref(), self.boot).await.ok().flatten()
+            }
             false => None,
         };
         self.metadata.close(name).await
@@ -287,13 +292,14 @@ fn id_of_found_tables(
     kind: FormatKind,
     storage: &dyn Storage,
     place: Option<&Identity>,
+    boot: Option<[u8; 16]>,
     is_written: bool,
 ) -> Option<[u8; 16]> {
     let proof = storage.proof()?;
     let is_file = proof.kind() == ProofKind::File;
     match place {
         Some([device, node, inode, changed_at]) if is_file => {
-            id_of_tables(kind, &proof, storage.len(), &[*device, *node, *inode], *changed_at)
+            id_of_tables(kind, &proof, storage.len(), &[*device, *node, *inode], *changed_at, &boot?)
         }
         // What tells of no later change tells nothing of what is written.
         _ if is_written || is_file => None,
@@ -312,23 +318,28 @@ async fn id_of_left_tables(
     kind: FormatKind,
     storage: &dyn Storage,
     place: Option<&Identity>,
+    boot: Option<[u8; 16]>,
 ) -> Result<Option<[u8; 16]>> {
-    let (Some(proof), Some(changed_at), Some([device, node, inode, _])) =
-        (storage.proof_now().await?, storage.changed_at().await?, place)
+    let (Some(proof), Some(changed_at), Some([device, node, inode, _]), Some(boot)) =
+        (storage.proof_now().await?, storage.changed_at().await?, place, boot)
     else {
         return Ok(None);
     };
     let Ok(changed_at) = i64::try_from(changed_at) else { return Ok(None) };
-    Ok(id_of_tables(kind, &proof, storage.len(), &[*device, *node, *inode], changed_at.cast_unsigned()))
+    let changed_at = changed_at.cast_unsigned();
+    Ok(id_of_tables(kind, &proof, storage.len(), &[*device, *node, *inode], changed_at, &boot))
 }
 
-/// The row of a file's tables: what proves its content, where it is, and when anything of it was changed last.
+/// The row of a file's tables: what proves its content, where it is, when anything of it was changed last, and in which start
+/// of the host that was seen. Times prove less after a power cut: another program may have changed bytes and flushed them, and
+/// a flush of data makes new times durable only where the length has changed.
 fn id_of_tables(
     kind: FormatKind,
     proof: &Proof,
     len: u64,
     place: &[u64; 3],
     changed_at: u64,
+    boot: &[u8; 16],
 ) -> Option<[u8; 16]> {
     if changed_at.is_multiple_of(COARSE_NANOSECONDS) {
         return None;
@@ -342,6 +353,7 @@ fn id_of_tables(
         &len,
         &changed_at,
         &place,
+        boot,
     ];
     Some(hashed("vellum flash cache: tables of a content in its place", &parts))
 }
@@ -383,7 +395,7 @@ pub(super) async fn over_tables(
     let is_written = state != TablesState::OnlyRead;
     let name = match state {
         TablesState::Reopened => None,
-        _ => id_of_found_tables(kind, &**storage, place, is_written),
+        _ => id_of_found_tables(kind, &**storage, place, choice.boot, is_written),
     };
     if name.is_none() && !is_written {
         return Ok(None);
@@ -391,7 +403,7 @@ pub(super) async fn over_tables(
     let table_bytes = head.cluster_size().unwrap_or(u64::MAX);
     let options = MetadataOptions { image: storage.clone(), name, is_written, table_bytes };
     match choice.cache.open_metadata(options).await {
-        Ok(metadata) => Ok(Some(FlashedTables { metadata, kind, place: place.copied() })),
+        Ok(metadata) => Ok(Some(FlashedTables { metadata, kind, place: place.copied(), boot: choice.boot })),
         // Another disk of the process has them, or no row is left.
         Err(error) if matches!(error.kind(), ErrorKind::Locked | ErrorKind::NoSpace) => Ok(None),
         Err(error) => Err(error),

@@ -607,6 +607,9 @@ impl Tiers for Native {
             let mut count = 0;
             for range in ranges {
                 let range = self.engine.check_change(Some(range.intersect(disk)))?;
+                // A promotion waits for this as for a writer. Otherwise a unit could be promoted and written while this still
+                // waits, which would then take the clear of that write for durable.
+                let _inside = tier.epochs.enter();
                 count += self.end_copies(tier, self.units_of_span(range)).await?;
             }
             tier.free_slots();

@@ -11,7 +11,7 @@
 //! 2. Images between the two, and other images over the base, show the base where they have nothing. Those are looked
 //!    for beside the base and beside the image; where there is one, nothing is changed without `force`.
 //! 3. What proves the base to those above is taken out of them, durably, before it changes: a crash must not leave an image
-//!    that refuses its base.
+//!    that refuses its base. Where the base then cannot be opened, and so is as it was, they get it back.
 //! 4. Snapshots inside those above read from the base as well: with some, nothing is changed.
 //! 5. All files are open, and locked, while bytes move: those above for reading, the base for writing.
 //!
@@ -20,6 +20,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use vellum_core::pin::Pin;
 use vellum_core::{
     Buffer, Context, Error, ErrorKind, GuestOffset, GuestSpan, LocalFuture, Place, Result, SharedDisk, Url,
     WriteFlags, ZeroFlags,
@@ -65,7 +66,7 @@ struct Layer {
     format: FormatKind,
     /// As it names the image below it.
     below: Option<(String, Option<String>)>,
-    has_pin: bool,
+    pin: Option<Pin>,
 }
 
 /// The way down to the base.
@@ -94,24 +95,23 @@ pub async fn commit(
     if !wish.force {
         refuse_others(&plan).await?;
     }
-    for layer in plan.layers.iter().filter(|layer| layer.has_pin) {
-        forget_pin(layer, options).await?;
+    for layer in &plan.layers {
+        put_pin(layer, options, None).await?;
     }
     let mut layers = Vec::new();
     for layer in &plan.layers {
         layers.push(alone(layer, options).await?);
     }
-    if plan.size > plan.base_size {
-        let grow = ResizeOptions {
-            format: Some(plan.format),
-            may_shrink: false,
-            allow_dirs: options.allow_dirs.clone(),
-            remote_timeout: options.remote_timeout,
-        };
-        resize(&plan.base, &grow, |_| Ok(plan.size)).await?;
-    }
-    let writing = ImageOptions { format: Some(plan.format), ..options.clone() };
-    let base = stop.or_stopped(open_image(&plan.base, &writing)).await?;
+    let base = match stop.or_stopped(open_base(&plan, options)).await {
+        Ok(base) => base,
+        Err(error) => {
+            drop(layers);
+            for layer in &plan.layers {
+                put_pin(layer, options, layer.pin.as_ref()).await?;
+            }
+            return Err(error);
+        }
+    };
     let copying = Copying {
         layers: layers.iter().map(|chain| chain.disk().clone()).collect(),
         base: base.disk().clone(),
@@ -155,7 +155,7 @@ async fn plan(path: &Path, options: &ImageOptions, wish: &Commit) -> Result<Plan
             path: member.path.clone(),
             format: member.head.kind(),
             below: member.head.backing().map(|(name, format)| (name.to_owned(), format.map(str::to_owned))),
-            has_pin: member.head.pin().is_some(),
+            pin: member.head.pin().cloned(),
         });
     }
     refuse_moved(&chain)?;
@@ -226,13 +226,28 @@ async fn refuse_others(plan: &Plan) -> Result<()> {
     ))
 }
 
-/// What proves the base to an image above it is taken out of that.
-async fn forget_pin(layer: &Layer, options: &ImageOptions) -> Result<()> {
-    let Some((name, format)) = &layer.below else { return Ok(()) };
+/// The base for writing, large enough.
+async fn open_base(plan: &Plan, options: &ImageOptions) -> Result<Chain> {
+    if plan.size > plan.base_size {
+        let grow = ResizeOptions {
+            format: Some(plan.format),
+            may_shrink: false,
+            allow_dirs: options.allow_dirs.clone(),
+            remote_timeout: options.remote_timeout,
+        };
+        resize(&plan.base, &grow, |_| Ok(plan.size)).await?;
+    }
+    let writing = ImageOptions { format: Some(plan.format), ..options.clone() };
+    open_image(&plan.base, &writing).await
+}
+
+/// What proves the base to an image above it is taken out of that, or put back. An image that had none is left alone.
+async fn put_pin(layer: &Layer, options: &ImageOptions, pin: Option<&Pin>) -> Result<()> {
+    let Some((name, format)) = layer.below.as_ref().filter(|_| layer.pin.is_some()) else { return Ok(()) };
     let writing = ImageOptions { format: Some(layer.format), ..options.clone() };
     let (storage, kind) = open_file(&layer.path, &writing).await?;
-    let format = format.as_deref().unwrap_or_default();
-    kind.format().set_backing(&storage, NewBacking { name, format, size: None, pin: None }).await
+    let format = format.as_deref();
+    kind.format().set_backing(&storage, NewBacking { name, format, size: None, pin }).await
 }
 
 /// An image without what is below it, for reading.

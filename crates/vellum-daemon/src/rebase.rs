@@ -51,7 +51,9 @@ pub struct Rebase {
 pub struct Rebased {
     /// The image below that was named before.
     pub before: Option<PathBuf>,
-    /// The format of the new one.
+    /// The format of the image.
+    pub kind: FormatKind,
+    /// The format of the new one below.
     pub format: FormatKind,
     /// Bytes that were written into the image because the two differ: data and zeros.
     pub bytes_written: u64,
@@ -92,9 +94,9 @@ async fn rename(path: &Path, options: &ImageOptions, wish: &Rebase) -> Result<Re
         }
     };
     let said = format.to_string();
-    let backing = NewBacking { name, format: &said, size: None, pin: None };
+    let backing = NewBacking { name, format: Some(&said), size: None, pin: None };
     kind.format().set_backing(&storage, backing).await?;
-    Ok(Rebased { before, format, bytes_written: 0 })
+    Ok(Rebased { before, kind, format, bytes_written: 0 })
 }
 
 fn reading(options: &ImageOptions) -> ImageOptions {
@@ -142,7 +144,7 @@ async fn compared(
     let renamed = set(&chain, name, format, size, pin.as_ref()).await;
     let closed = new.close().await;
     renamed.and(closed)?;
-    Ok(Rebased { before, format, bytes_written })
+    Ok(Rebased { before, kind: top.head.kind(), format, bytes_written })
 }
 
 /// Checks that the image is no part of what is to be below it. Its lock would be in the way, and name another cause.
@@ -161,7 +163,7 @@ fn refuse_loop(path: &Path, new: &Chain) -> Result<()> {
 async fn set(chain: &Chain, name: &str, format: FormatKind, size: u64, pin: Option<&Pin>) -> Result<()> {
     let top = chain.top();
     let format = format.to_string();
-    let backing = NewBacking { name, format: &format, size: Some(size), pin };
+    let backing = NewBacking { name, format: Some(&format), size: Some(size), pin };
     top.head.kind().format().set_backing(&top.storage, backing).await
 }
 

@@ -135,8 +135,8 @@ pub struct Opened {
 pub struct NewBacking<'a> {
     /// Its name, as it will stand in the image above.
     pub name: &'a str,
-    /// Its format.
-    pub format: &'a str,
+    /// Its format, where that is to be recorded.
+    pub format: Option<&'a str>,
     /// The size of its disk, in bytes, where it is known.
     pub size: Option<u64>,
     /// What proves its content, and that of the images below it.

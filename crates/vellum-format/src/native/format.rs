@@ -224,7 +224,7 @@ async fn set_backing(image: &SharedStorage, backing: NewBacking<'_>) -> Result<(
         )));
     }
     let mut superblocks = Superblocks::read(&**image).await?;
-    let base = Base { name: backing.name.to_owned(), format: Some(backing.format.to_owned()) };
+    let base = Base { name: backing.name.to_owned(), format: backing.format.map(str::to_owned) };
     superblocks.superblock.set_base(base, backing.pin.cloned())?;
     superblocks.superblock.draw_generation(None);
     superblocks.write(&**image).await?;

@@ -530,7 +530,9 @@ impl Parts {
         if header.version() >= 3 {
             put64(&mut parts.fields, field::COMPATIBLE, header.compatible);
         }
-        parts.extensions.push((extension::BACKING_FORMAT, backing.format.as_bytes().to_vec()));
+        if let Some(format) = backing.format {
+            parts.extensions.push((extension::BACKING_FORMAT, format.as_bytes().to_vec()));
+        }
         if let Some(pin) = backing.pin {
             parts.extensions.push((extension::PIN, encode_pin(backing.name, pin)));
         }

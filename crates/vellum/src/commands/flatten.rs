@@ -1,21 +1,16 @@
 //! `vellum flatten`: an image that no longer needs its backing image.
 
-use std::cell::OnceCell;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use serde_json::json;
-use vellum_core::ErrorKind;
 use vellum_daemon::control::{Request, call};
 use vellum_daemon::flatten::{Flattened, flatten};
-use vellum_daemon::signals::Stop;
-use vellum_daemon::{FormatKind, ImageOptions, IoMode, run as run_worker};
+use vellum_daemon::{IoMode, run as run_worker};
 
-use super::{Failure, Outcome, with_code};
-use crate::args::{AllowArgs, OutputFormat, parse_format};
-use crate::output::{human_bytes, say, say_json, say_json_line};
-use crate::progress::{Progress, Wish};
-use crate::secrets::SecretArgs;
+use super::change::ChangeArgs;
+use super::{Failure, Outcome};
+use crate::output::human_bytes;
 
 /// Make an image independent of its backing image
 ///
@@ -28,34 +23,11 @@ use crate::secrets::SecretArgs;
 /// carries on.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Format of the image: qcow2 or vellum. Default: detected from the file
-    #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
-    format: Option<FormatKind>,
+    #[command(flatten)]
+    change: ChangeArgs,
     /// Maximum number of reads in flight
     #[arg(short = 'm', long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=64))]
     parallel: u16,
-    /// Bypass the page cache (O_DIRECT)
-    #[arg(long)]
-    direct: bool,
-    /// Allow writing to FILE as the data file of the image
-    #[arg(long, value_name = "FILE")]
-    data_file: Vec<PathBuf>,
-    /// Show progress
-    ///
-    /// A terminal always shows a progress bar. Elsewhere, -p prints lines as qemu-img does, or lines of JSON
-    /// with --output json. SIGUSR1 prints the progress once, with or without -p.
-    #[arg(short, long)]
-    progress: bool,
-    /// Print nothing but errors
-    #[arg(short, long)]
-    quiet: bool,
-    /// Output format
-    #[arg(long, value_enum, default_value_t)]
-    output: OutputFormat,
-    #[command(flatten)]
-    allow: AllowArgs,
-    #[command(flatten)]
-    secrets: SecretArgs,
     /// The image
     #[arg(value_name = "FILE", required_unless_present = "control", conflicts_with = "control")]
     file: Option<PathBuf>,
@@ -73,24 +45,18 @@ pub(crate) fn run(args: &Args) -> Outcome {
         run_worker(IoMode::Auto, async || flattened(args, file).await)??;
     let name = file.display();
     let backing = backing.map(|path| path.display().to_string());
-    match args.output {
-        OutputFormat::Json => {
-            let answer = json!({
-                "filename": name.to_string(),
-                "backing-filename": backing,
-                "bytes-written": bytes_written,
-            });
-            // Among lines of JSON the answer is one of them.
-            if args.progress { say_json_line(&answer) } else { say_json(&answer) }
+    let line = match &backing {
+        Some(backing) => {
+            format!("{name} no longer needs {backing}: {} copied", human_bytes(bytes_written))
         }
-        OutputFormat::Human if args.quiet => {}
-        OutputFormat::Human => say(&match backing {
-            Some(backing) => {
-                format!("{name} no longer needs {backing}: {} copied", human_bytes(bytes_written))
-            }
-            None => format!("{name} has no backing image: nothing to do"),
-        }),
-    }
+        None => format!("{name} has no backing image: nothing to do"),
+    };
+    let answer = json!({
+        "filename": name.to_string(),
+        "backing-filename": backing,
+        "bytes-written": bytes_written,
+    });
+    args.change.answer(&answer, &[line]);
     Ok(ExitCode::SUCCESS)
 }
 
@@ -99,36 +65,15 @@ fn served(args: &Args) -> Outcome {
     let control = args.control.as_ref().expect("one of the two is given");
     let request = Request::Flatten { disk: args.disk.clone() };
     let answer = run_worker(IoMode::Auto, async || call(control, &request).await)??;
-    match args.output {
-        OutputFormat::Json => say_json(&answer),
-        OutputFormat::Human if args.quiet => {}
-        OutputFormat::Human => {
-            let copied = human_bytes(answer["bytes-written"].as_u64().unwrap_or_default());
-            let name = answer["filename"].as_str().unwrap_or("the disk");
-            say(&format!("{name} no longer needs a backing image: {copied} copied"));
-        }
-    }
+    let copied = human_bytes(answer["bytes-written"].as_u64().unwrap_or_default());
+    let name = answer["filename"].as_str().unwrap_or("the disk");
+    let line = format!("{name} no longer needs a backing image: {copied} copied");
+    args.change.answer(&answer, &[line]);
     Ok(ExitCode::SUCCESS)
 }
 
 async fn flattened(args: &Args, file: &Path) -> Result<Flattened, Failure> {
-    let options = ImageOptions {
-        secrets: args.secrets.read()?,
-        format: args.format,
-        direct: args.direct,
-        allow_dirs: args.allow.places(),
-        remote_timeout: args.allow.remote_timeout,
-        data_files: args.data_file.clone(),
-        ..ImageOptions::default()
-    };
-    let mut stop = Stop::new()?;
-    let wish = Wish { is_wanted: args.progress, quiet: args.quiet, output: args.output };
-    let bar = OnceCell::new();
-    let progress = |size, done| bar.get_or_init(|| Progress::new(size, wish)).set(done);
-    let done = flatten(file, &options, usize::from(args.parallel), &mut stop, &progress).await;
-    bar.get().into_iter().for_each(Progress::end);
-    done.map_err(|error| match error.kind() {
-        ErrorKind::Closed => with_code(130)(error.context("interrupted; run it again to continue")),
-        _ => error.into(),
-    })
+    let options = args.change.options()?;
+    let parallel = usize::from(args.parallel);
+    args.change.watched(async |stop, progress| flatten(file, &options, parallel, stop, progress).await).await
 }

@@ -1,5 +1,6 @@
 //! One file for each command; `control.rs` is what those share that ask a server.
 
+pub(crate) mod change;
 pub(crate) mod check;
 pub(crate) mod client;
 pub(crate) mod clone;

@@ -1,25 +1,25 @@
 //! `vellum rebase`: another backing image for an image that is not in use.
 
-use std::cell::OnceCell;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use serde_json::json;
-use vellum_core::{Error, ErrorKind};
+use vellum_core::Error;
+use vellum_daemon::create::CreateTarget;
 use vellum_daemon::flatten::flatten;
 use vellum_daemon::image::open_file;
 use vellum_daemon::rebase::{Rebase, rebase};
 use vellum_daemon::signals::Stop;
 use vellum_daemon::{FormatKind, ImageOptions, IoMode, run as run_worker};
 
+use super::change::ChangeArgs;
 use super::create::text_of_name;
-use super::{Failure, Outcome, with_code};
-use crate::args::{AllowArgs, OutputFormat, parse_format};
-use crate::output::{human_bytes, say, say_json, say_json_line};
-use crate::progress::{Progress, Wish};
-use crate::secrets::SecretArgs;
+use super::{Failure, Outcome};
+use crate::args::parse_format;
+use crate::output::{complain, human_bytes};
 
 /// Give an image another backing image
 ///
@@ -35,13 +35,12 @@ use crate::secrets::SecretArgs;
 /// zero.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Format of the image: qcow2 or vellum. Default: detected from the file
-    #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
-    format: Option<FormatKind>,
+    #[command(flatten)]
+    change: ChangeArgs,
     /// The new backing image; a relative name is relative to the image's directory. `""` for none
     #[arg(short, long, value_name = "FILE")]
     backing: OsString,
-    /// Format of the new backing image. Default: detected from the file, except raw
+    /// Format of the new backing image. Default: detected from the file
     #[arg(short = 'F', long, value_name = "FMT", value_parser = parse_format)]
     backing_format: Option<FormatKind>,
     /// Change the name alone, without opening the old backing image
@@ -50,28 +49,6 @@ pub(crate) struct Args {
     /// Take a backing image at a URL for fixed although its server does not prove it
     #[arg(long)]
     trust_base: bool,
-    /// Bypass the page cache (O_DIRECT)
-    #[arg(long)]
-    direct: bool,
-    /// Allow writing to FILE as the data file of the image
-    #[arg(long, value_name = "FILE")]
-    data_file: Vec<PathBuf>,
-    /// Show progress
-    ///
-    /// A terminal always shows a progress bar. Elsewhere, -p prints lines as qemu-img does, or lines of JSON
-    /// with --output json. SIGUSR1 prints the progress once, with or without -p.
-    #[arg(short, long)]
-    progress: bool,
-    /// Print nothing but errors
-    #[arg(short, long)]
-    quiet: bool,
-    /// Output format
-    #[arg(long, value_enum, default_value_t)]
-    output: OutputFormat,
-    #[command(flatten)]
-    allow: AllowArgs,
-    #[command(flatten)]
-    secrets: SecretArgs,
     /// The image
     file: PathBuf,
 }
@@ -80,63 +57,59 @@ pub(crate) struct Args {
 struct Answer {
     before: Option<String>,
     after: Option<(String, FormatKind)>,
+    /// Why the new backing image would not be opened without a further option.
+    refusal: Option<Error>,
     bytes_written: u64,
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
     let answer = run_worker(IoMode::Auto, async || rebased(args).await)??;
     let name = args.file.display();
-    match args.output {
-        OutputFormat::Json => {
-            let json = json!({
-                "filename": name.to_string(),
-                "backing-filename-before": answer.before,
-                "backing-filename": answer.after.as_ref().map(|(name, _)| name),
-                "backing-filename-format": answer.after.as_ref().map(|(_, format)| format.to_string()),
-                "bytes-written": answer.bytes_written,
-            });
-            // Among lines of JSON the answer is one of them.
-            if args.progress { say_json_line(&json) } else { say_json(&json) }
-        }
-        OutputFormat::Human if args.quiet => {}
-        OutputFormat::Human => {
-            let copied = match args.is_unsafe {
-                true => "nothing was compared".to_owned(),
-                false => format!("{} copied", human_bytes(answer.bytes_written)),
-            };
-            say(&match &answer.after {
-                Some((after, format)) => {
-                    format!("{name} now has the backing image {after} ({format}): {copied}")
-                }
-                None => format!("{name} no longer has a backing image: {copied}"),
-            });
-        }
+    let copied = match args.is_unsafe {
+        true => "nothing was compared".to_owned(),
+        false => format!("{} copied", human_bytes(answer.bytes_written)),
+    };
+    let line = match &answer.after {
+        Some((after, format)) => format!("{name} now has the backing image {after} ({format}): {copied}"),
+        None => format!("{name} no longer has a backing image: {copied}"),
+    };
+    if let Some(refusal) = answer.refusal.as_ref().filter(|_| !args.change.is_quiet()) {
+        complain(&format!(
+            "vellum rebase: {name} was changed, but opening it for writing will need a further option: {}",
+            refusal.chain()
+        ));
     }
+    let json = json!({
+        "filename": name.to_string(),
+        "backing-filename-before": answer.before,
+        "backing-filename": answer.after.as_ref().map(|(name, _)| name),
+        "backing-filename-format": answer.after.as_ref().map(|(_, format)| format.to_string()),
+        "bytes-written": answer.bytes_written,
+    });
+    args.change.answer(&json, &[line]);
     Ok(ExitCode::SUCCESS)
+}
+
+/// Why an image of this kind would not be opened with the new backing image without a further option.
+fn refusal(args: &Args, backing: &str, format: FormatKind, kind: FormatKind) -> Option<Error> {
+    let target = CreateTarget {
+        path: args.file.clone(),
+        size: None,
+        backing: Some((backing.to_owned(), format)),
+        trust_backing: true,
+        allow_dirs: args.change.allow.places(),
+        remote_timeout: None,
+        trust_base: args.trust_base,
+        secrets: Arc::default(),
+        stands_on_encrypted: Arc::default(),
+    };
+    target.refusal(kind, None)
 }
 
 async fn rebased(args: &Args) -> Result<Answer, Failure> {
     let backing = text_of_name(args.backing.clone())?;
-    let options = ImageOptions {
-        secrets: args.secrets.read()?,
-        format: args.format,
-        direct: args.direct,
-        allow_dirs: args.allow.places(),
-        remote_timeout: args.allow.remote_timeout,
-        data_files: args.data_file.clone(),
-        trust_base: args.trust_base,
-        ..ImageOptions::default()
-    };
-    let mut stop = Stop::new()?;
-    let wish = Wish { is_wanted: args.progress, quiet: args.quiet, output: args.output };
-    let bar = OnceCell::new();
-    let progress = |size, done| bar.get_or_init(|| Progress::new(size, wish)).set(done);
-    let done = change(args, backing, &options, &mut stop, &progress).await;
-    bar.get().into_iter().for_each(Progress::end);
-    done.map_err(|error| match error.kind() {
-        ErrorKind::Closed => with_code(130)(error.context("interrupted; run it again to continue")),
-        _ => error.into(),
-    })
+    let options = ImageOptions { trust_base: args.trust_base, ..args.change.options()? };
+    args.change.watched(async |stop, progress| change(args, backing, &options, stop, progress).await).await
 }
 
 async fn change(
@@ -150,7 +123,9 @@ async fn change(
         let wish = Rebase { backing: (backing.clone(), args.backing_format), is_unsafe: args.is_unsafe };
         let done = rebase(&args.file, options, &wish, stop, progress).await?;
         let before = done.before.map(|path| path.display().to_string());
-        return Ok(Answer { before, after: Some((backing, done.format)), bytes_written: done.bytes_written });
+        let refusal = refusal(args, &backing, done.format, done.kind);
+        let after = Some((backing, done.format));
+        return Ok(Answer { before, after, refusal, bytes_written: done.bytes_written });
     }
     if args.backing_format.is_some() {
         return Err(Error::invalid("-F gives the format of a backing image, but -b \"\" names none"));
@@ -160,7 +135,7 @@ async fn change(
     }
     let done = flatten(&args.file, options, 8, stop, progress).await?;
     let before = done.backing.map(|path| path.display().to_string());
-    Ok(Answer { before, after: None, bytes_written: done.bytes_written })
+    Ok(Answer { before, after: None, refusal: None, bytes_written: done.bytes_written })
 }
 
 /// The image loses what only the images below have.
@@ -172,5 +147,5 @@ async fn let_go(file: &Path, options: &ImageOptions) -> Result<Answer, Error> {
         kind.format().recover(&storage).await?;
     }
     kind.format().detach(&storage, false, &AtomicBool::new(false)).await?;
-    Ok(Answer { before, after: None, bytes_written: 0 })
+    Ok(Answer { before, after: None, refusal: None, bytes_written: 0 })
 }

@@ -149,6 +149,27 @@ fn what_cannot_be_rebased_stays_as_it_is() {
     same(&read(&clone, "qcow2"), &vec![0; LEN], "nothing of it was its own");
 }
 
+/// A backing image that would not be opened without a further option is named as such.
+#[test]
+fn a_backing_image_elsewhere_is_said_to_need_an_option() {
+    let (dir, elsewhere) = (Dir::new("rebase-here"), Dir::new("rebase-there"));
+    let template = template(&dir);
+    let clone = dir.text("clone.qcow2");
+    vellum(&["clone", "-q", &template, &clone]).answer();
+    let disk = read(&clone, "qcow2");
+    let other = elsewhere.text("other.raw");
+    std::fs::write(&other, patchy(LEN, 8)).expect("another base");
+    let ran = vellum(&["rebase", "-b", &other, "-F", "raw", &clone]);
+    assert!(
+        ran.code == 0 && ran.err.contains("further option") && ran.err.contains("--allow-dir"),
+        "{ran:?}"
+    );
+    let served = Server::start(&["--allow-dir", &elsewhere.text(""), &clone]);
+    let found = Client::connect(&served.peer(), "").expect("a connection").read_all().expect("read");
+    assert_eq!(served.stop().code, 0);
+    same(&found, &disk, "over a base elsewhere");
+}
+
 /// Killed at any moment, it leaves an image that reads the same; the next run ends it.
 #[test]
 fn a_rebase_that_is_killed_goes_on() {

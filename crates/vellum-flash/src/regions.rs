@@ -10,7 +10,7 @@
 //! 1. There are at most as many words as fit the ledger's slice beside all rows and runs, and few enough that one record
 //!    can name them all. A writer that finds no room for another goes past the cache.
 //! 2. A word without a bit is not there.
-//! 3. A region is settled only if nobody has entered it since before the flush of home. A writer that is not known to have
+//! 3. A region is settled only if no writer has entered it since before the flush of home. A writer that is not known to have
 //!    ended keeps its region from being settled until the disk is opened again.
 //!
 //! Nothing here waits. Who enters and settles is in `through`.
@@ -132,7 +132,7 @@ impl Regions {
     }
 }
 
-/// Who writes in a region.
+/// The writers in a region.
 #[derive(Debug, Clone, Copy, Default)]
 struct Use {
     /// Writers that have not ended.
@@ -147,13 +147,13 @@ struct Use {
     is_lost: bool,
 }
 
-/// Who writes in the regions that count as written.
+/// The writers in the regions that count as written.
 #[derive(Debug, Default)]
 pub(crate) struct Uses {
     each: BTreeMap<u64, Use>,
 }
 
-/// A region that nobody writes in, and how many had.
+/// A region without writers, and how many had entered it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Idle {
     pub(crate) region: Key,
@@ -183,14 +183,14 @@ impl Uses {
         }
     }
 
-    /// The region, if nobody writes in it, and nobody has entered it since then.
+    /// The region, if there is no writer in it, and none has entered it since then.
     pub(crate) fn idle(&self, region: Key, until: u32) -> Option<Idle> {
         let one = self.each.get(&region.bits()).copied().unwrap_or_default();
         let is_idle = one.writers == 0 && !one.is_lost && one.last <= until;
         is_idle.then_some(Idle { region, entered: one.entered })
     }
 
-    /// Whether nobody has entered the region since it was found idle.
+    /// Whether no writer has entered the region since it was found idle.
     pub(crate) fn is_still(&self, idle: Idle) -> bool {
         self.idle(idle.region, u32::MAX).is_some_and(|now| now.entered == idle.entered)
     }

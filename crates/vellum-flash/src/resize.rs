@@ -31,7 +31,7 @@ use crate::open::{Open, PUT_BYTES, ROW_BYTES, Share};
 use crate::record::Checks;
 use crate::shared::FlashCache;
 
-/// So many blocks are moved with one commit.
+/// At most this many blocks are moved with one commit.
 const BATCH_BLOCKS_MAX: usize = 1024;
 
 /// What became of a cache whose size was changed.
@@ -75,7 +75,7 @@ impl Both {
 
 impl FlashCache {
     /// Gives the cache, over which no disk is open, this many bytes of its storage, which has that length already. It is
-    /// closed afterwards. `goes_on` is told what is done of how many bytes, and may stop it with an error: then the
+    /// closed afterwards. `goes_on` gets how many bytes are done, and how many there are, and may stop it with an error: then the
     /// cache is as large as before.
     ///
     /// # Errors
@@ -165,8 +165,8 @@ impl FlashCache {
         Ok(going)
     }
 
-    /// Clean blocks whose slots go away are given up, and others until so many slots are free that stay. Returns how many
-    /// were.
+    /// Clean blocks whose slots go away are given up, and others until
+    /// `wanted` of the slots that stay are free. Returns how many were given up.
     async fn give_up_outside(&self, both: &Both, wanted: u64) -> Result<u64> {
         let clean: Vec<(Key, Entry)> = self.state().map.entries().filter(|(_, entry)| !entry.dirty).collect();
         let (outside, inside): (Vec<_>, Vec<_>) =

@@ -121,7 +121,7 @@ pub(crate) struct State {
     pub(crate) now: u32,
     /// Rows whose newest number may not have reached the image.
     undecided: BTreeSet<u16>,
-    /// Who writes in the regions that count as written.
+    /// The writers in the regions that count as written.
     uses: Uses,
     budget: Budget,
 }

@@ -14,7 +14,7 @@
 
 use crate::layout::{Key, mix};
 
-/// A table of so many places does not become smaller until it is empty.
+/// A table of this many places or fewer does not become smaller until it is empty.
 pub(crate) const SMALL_PLACES: usize = 16;
 
 /// The first four words of a place that is empty. No key is this.

@@ -36,7 +36,7 @@ struct Round {
     /// Groups that were dirty then go home; none while there is no need.
     until: Option<u32>,
     is_much: bool,
-    /// Regions that nobody has entered since then are settled.
+    /// Regions that no writer has entered since then are settled.
     settles: Option<u32>,
 }
 

@@ -2,13 +2,13 @@
 //!
 //! ```text
 //!   enter    region ─► a record says *written* ► flush of flash   (commit point)   ─► home, slots       once for many writes
-//!   settle   nobody writes in it ─► flush home ► commit: slots ► nobody has entered it since ─► a record says *settled*
+//!   settle   no writer in it ─► flush home ► commit: slots ► none has entered it since ─► a record says *settled*
 //!   crash    the clean blocks of each region that still counts as written are void
 //! ```
 //!
 //! 1. No byte of a write is under way to home or to a slot before *written* is durable.
-//! 2. *Settled* is said only after a flush of home, and after that a flush of flash, that began when nobody wrote in the
-//!    region; and nobody has entered it since.
+//! 2. *Settled* is said only after a flush of home, and after that a flush of flash, that began when no writer was in the
+//!    region; and none has entered it since.
 //! 3. So a put in such a region needs no CRC: until its bytes are durable, a recovery makes it void.
 //! 4. Each disk's regions wait for its own home alone. When there is no room for more, a writer goes past the cache.
 
@@ -80,8 +80,8 @@ impl FlashCache {
         Ok(Some(entered))
     }
 
-    /// Regions of the disk that nobody has entered since this time, in seconds, count as written no more. The record that
-    /// says so is durable with the next commit. How many they are.
+    /// Regions of the disk that no writer has entered since this time, in seconds, stop counting as written. The record that
+    /// says so is durable with the next commit. Returns how many there are.
     pub(crate) async fn settle_regions(
         &self,
         row: u16,

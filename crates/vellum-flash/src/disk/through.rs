@@ -15,7 +15,7 @@
 //! 5. What is changed in a region that need not count as written (zeros where nothing is cached, writes past the cache) keeps
 //!    what is read from being cached until a flush of home has covered it.
 //! 6. The epoch is that of the transfer to flash, and room in the record is promised when home has answered. So a home that
-//!    does not answer holds up nobody else.
+//!    does not answer holds up no other disk.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -316,7 +316,7 @@ impl Home {
         self.unrecorded_covered.load(Ordering::Acquire) == self.unrecorded.load(Ordering::Acquire)
     }
 
-    /// Regions that nobody has entered since this time count as written no more.
+    /// Regions that no writer has entered since this time stop counting as written.
     pub(crate) async fn settle_through(&self, until: u32) -> Result<usize> {
         if self.has_lost_flush.load(Ordering::Acquire) {
             return Ok(0);
@@ -327,7 +327,7 @@ impl Home {
         self.cache.settle_regions(self.row, until, async || self.flush_through().await).await
     }
 
-    /// Flushes home. After a failure nobody knows what home has, so no region is settled in this opening.
+    /// Flushes home. After a failure it is unknown what home has, so no region is settled in this opening.
     pub(super) async fn flush_through(&self) -> Result<()> {
         let covers = self.unrecorded.load(Ordering::Acquire);
         let flushed = self.disk.flush().await;
@@ -358,7 +358,7 @@ impl Home {
 }
 
 impl FlashCache {
-    /// Room for so many blocks that are written through: clean ones give up their slots, in a commit. Waits for flash
+    /// Makes room for this many blocks that are written through: clean ones give up their slots, in a commit. Waits for flash
     /// alone. Where there is none all the same, a block gets no slot.
     async fn make_through_room(&self, blocks: u64) -> Result<()> {
         let is_short = |state: &mut State| {

@@ -37,11 +37,11 @@ const RECORDS_OF_COMMIT: u64 = 7;
 /// A row and its disk, and a run of zeros.
 const ROW_BYTES: u64 = 256;
 const RUN_BYTES: u64 = 64;
-/// A word of regions that are being written, and who writes in each of its 64 regions.
+/// A word of regions that are being written, and the writers in each of its 64 regions.
 const WORD_BYTES: u64 = 64 * 64;
 /// A group in the set of those that are dirty: an entry, in tree nodes that are two thirds full.
 const DIRTY_GROUP_BYTES: u64 = 24;
-/// Slices on their way are in memory twice more, so many at once.
+/// Slices on their way to flash are in memory twice more, at most this many at once.
 const SLICES_ON_THEIR_WAY: u64 = 2 * 16 * crate::layout::PLACE_BYTES;
 /// A key that a policy remembers beside the map, which Clock does not.
 const POLICY_KEY_BYTES: u64 = 64;
@@ -49,7 +49,7 @@ const POLICY_KEY_BYTES: u64 = 64;
 const HEADROOM_SHARE: u64 = 32;
 /// A clean block beside others takes at least this much.
 const CLEAN_COST_MIN: u64 = 7;
-/// One search for blocks to give up looks at this many groups at a time, and at most so many times.
+/// One search for blocks to give up looks at this many groups at a time, and at most `LOOKS_MAX` times.
 const LOOKS_AT_ONCE: usize = 4096;
 const LOOKS_MAX: usize = 16;
 
@@ -148,7 +148,7 @@ impl State {
         self.left_for(blocks) < 0
     }
 
-    /// Whether a block may get in that nobody has promised memory to.
+    /// Whether there is memory for a block to which none was promised.
     pub(crate) fn has_spare_memory(&self) -> bool {
         self.left_for(1) >= i128::from(self.headroom() / 2)
     }
@@ -167,7 +167,7 @@ impl State {
         u128::from(self.dirty_cost()) * 100 > u128::from(self.memory_for_blocks()) * u128::from(percent)
     }
 
-    /// Clean blocks are given up until so many blocks more have memory. Looks at a bounded number of groups.
+    /// Gives up clean blocks until there is memory for this many more. Looks at a bounded number of groups.
     pub(crate) fn shed(&mut self, blocks: u64) -> Shed {
         for _ in 0..LOOKS_MAX {
             let short = -self.left_for(blocks);
@@ -197,7 +197,7 @@ impl State {
         Shed::Some
     }
 
-    /// Clean blocks are given up before memory is missed: so many blocks more, and the headroom.
+    /// Gives up clean blocks before memory runs short: for this many more, and the headroom.
     pub(crate) fn shed_early(&mut self) -> Shed {
         let headroom = self.headroom();
         if self.left_for(0) >= i128::from(headroom) {

@@ -76,7 +76,7 @@ impl State {
         regions.iter().for_each(|region| self.uses.leave(*region, is_lost));
     }
 
-    /// Regions of the disk that nobody writes in, and that nobody has entered since this time.
+    /// Regions of the disk that have no writer, and that none has entered since this time.
     pub(crate) fn idle_regions(&self, row: u16, until: u32) -> Vec<Idle> {
         let regions = self.ledger.regions.words_of(row).flat_map(Word::regions);
         regions.filter_map(|region| self.uses.idle(region, until)).collect()

@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use vellum_core::{Context, Error, ErrorKind, Result, SharedStorage};
 use vellum_format::FormatKind;
-use vellum_format::image::{Format, Snapshot, SnapshotSupport};
+use vellum_format::image::{Format, Snapshot, SnapshotSupport, Wanted};
 use vellum_format::report::{CheckReport, JournalChange, Recovered, Repair};
 use vellum_format::session::{Session, may_use};
 
@@ -150,8 +150,8 @@ pub async fn set_journal(path: &Path, wish: Option<Option<u64>>) -> Result<Journ
 ///
 /// # Errors
 /// `Unsupported` for a format without snapshots, and the errors of the image.
-pub async fn snapshots(path: &Path, format: Option<FormatKind>) -> Result<Vec<Snapshot>> {
-    let options = ImageOptions { format, ..ImageOptions::reading() };
+pub async fn snapshots(path: &Path, format: Option<FormatKind>, force_share: bool) -> Result<Vec<Snapshot>> {
+    let options = ImageOptions { format, force_share, ..ImageOptions::reading() };
     let (storage, kind) = open_file_replayed(path, &options).await?;
     if kind.format().snapshot_support() == SnapshotSupport::None {
         return Err(none_in(path, kind));
@@ -159,26 +159,43 @@ pub async fn snapshots(path: &Path, format: Option<FormatKind>) -> Result<Vec<Sn
     kind.format().read(&*storage).await?.snapshots(&storage, Some(&storage)).await
 }
 
-/// Makes a snapshot. Returns its number.
+/// Makes a snapshot. Returns its id. `may_repeat` allows a name that another snapshot has, where the format does.
 ///
 /// # Errors
 /// `Unsupported` for a format that cannot make snapshots, and the errors of the image.
-pub async fn snapshot_create(path: &Path, format: Option<FormatKind>, name: &str) -> Result<u32> {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+pub async fn snapshot_create(
+    path: &Path,
+    format: Option<FormatKind>,
+    name: &str,
+    may_repeat: bool,
+) -> Result<String> {
+    let now = since_1970();
     let (storage, format) = keeper(path, format, "created").await?;
+    if let Some(closed) = format.closed_snapshots() {
+        return closed.create(&storage, name, now, may_repeat).await;
+    }
     let (disk, snapshots) = format.open_alone(&storage).await?;
-    let made = snapshots.create(name, now).await;
+    let made = snapshots.create(name, now.as_secs()).await;
     let closed = disk.close().await;
     let id = made?;
-    closed.map(|()| id)
+    closed.map(|()| id.to_string())
+}
+
+/// The time, for a snapshot.
+pub(crate) fn since_1970() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
 /// Deletes a snapshot.
 ///
 /// # Errors
 /// As [`snapshot_create`]; `NotFound` when there is none.
-pub async fn snapshot_delete(path: &Path, format: Option<FormatKind>, wanted: &str) -> Result<()> {
+pub async fn snapshot_delete(path: &Path, format: Option<FormatKind>, wanted: Wanted<'_>) -> Result<()> {
     let (storage, format) = keeper(path, format, "deleted").await?;
+    if let Some(closed) = format.closed_snapshots() {
+        return closed.delete(&storage, wanted).await;
+    }
+    let wanted = wanted.text();
     let (disk, snapshots) = format.open_alone(&storage).await?;
     let deleted = snapshots.delete(wanted).await;
     let all = snapshots.list();
@@ -194,7 +211,7 @@ pub async fn snapshot_delete(path: &Path, format: Option<FormatKind>, wanted: &s
 /// # Errors
 /// As [`snapshot_delete`].
 pub(crate) async fn snapshot_hold(path: &Path, format: Option<FormatKind>, wanted: &str) -> Result<Snapshot> {
-    let (storage, format) = keeper(path, format, "cloned").await?;
+    let (storage, format) = cloned(path, format, "cloned").await?;
     let (disk, snapshots) = format.open_alone(&storage).await?;
     let marked = snapshots.mark_cloned(wanted).await;
     let closed = disk.close().await;
@@ -213,7 +230,7 @@ pub async fn snapshot_release(
     look_in: &[PathBuf],
 ) -> Result<()> {
     // The lock keeps others from making a clone meanwhile.
-    let (storage, format) = keeper(path, format, "released").await?;
+    let (storage, format) = cloned(path, format, "released").await?;
     let image = canonical_path(path).await.context(|| format!("can't find {}", path.display()))?;
     let (disk, snapshots) = format.open_alone(&storage).await?;
     let released = async {
@@ -233,6 +250,26 @@ pub(crate) fn snapshot_of(all: &[Snapshot], wanted: &str) -> Result<Snapshot> {
     found
         .cloned()
         .ok_or_else(|| Error::new(ErrorKind::NotFound, format!("there is no snapshot named {wanted}")))
+}
+
+/// Gives a snapshot another name.
+///
+/// # Errors
+/// As [`snapshot_delete`].
+pub async fn snapshot_rename(
+    path: &Path,
+    format: Option<FormatKind>,
+    wanted: &str,
+    name: &str,
+) -> Result<()> {
+    let (storage, format) = keeper(path, format, "renamed").await?;
+    let closed = format.closed_snapshots().ok_or_else(|| not_renamed(path))?;
+    closed.rename(&storage, Wanted::IdOrName(wanted), name).await
+}
+
+/// Why a snapshot of a native image keeps its name.
+pub(crate) fn not_renamed(path: &Path) -> Error {
+    Error::unsupported(format!("{}: only snapshots of qcow2 images can be renamed", path.display()))
 }
 
 /// Makes the disk what a snapshot has.
@@ -259,6 +296,23 @@ async fn keeper(
             path.display()
         ))),
         SnapshotSupport::None => Err(none_in(path, kind)),
+    }
+}
+
+/// As above, of a format that records which snapshots have clones.
+async fn cloned(
+    path: &Path,
+    format: Option<FormatKind>,
+    what: &str,
+) -> Result<(SharedStorage, &'static dyn Format)> {
+    let (storage, format) = keeper(path, format, what).await?;
+    match format.closed_snapshots() {
+        None => Ok((storage, format)),
+        Some(_) => Err(Error::unsupported(format!(
+            "{}: snapshots of {} images cannot be {what}; only those of vellum images can have clones",
+            path.display(),
+            format.kind()
+        ))),
     }
 }
 

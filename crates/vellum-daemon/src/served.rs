@@ -604,9 +604,15 @@ impl Served {
                 "it is also served as a file or a block device, which must be stopped first".to_owned(),
             ));
         }
-        let snapshots = kept(chain.top(), "reverted to")?.clone();
+        let (top, snapshots) = (chain.top(), chain.top().opened.snapshots.clone());
+        let all = match &snapshots {
+            None if top.head.kind().format().closed_snapshots().is_some() => {
+                top.head.snapshots(&top.storage, Some(&top.storage)).await?
+            }
+            _ => kept(top, "reverted to")?.list()?,
+        };
         // Before clients are disconnected for nothing.
-        if !snapshots.list()?.iter().any(|one| one.name == wanted || one.id == wanted) {
+        if !all.iter().any(|one| one.name == wanted || one.id == wanted) {
             return Err(Error::new(ErrorKind::NotFound, format!("there is no snapshot named {wanted}")));
         }
         let _suspended = match exports.suspend_unused(&self.names()) {
@@ -618,7 +624,7 @@ impl Served {
         };
         let (held, before) = (self.hold_in_time().await?, chain.disk().clone());
         chain.hold_forks().await;
-        let reverted = match snapshots.has_open() {
+        let reverted = match snapshots.is_some_and(|snapshots| snapshots.has_open()) {
             true => Err(in_use(IS_READ.to_owned())),
             false => chain.revert(wanted).await,
         };

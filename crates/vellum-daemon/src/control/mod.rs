@@ -29,7 +29,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use vellum_core::{Error, ErrorKind};
 use vellum_export::nbd::{ClientFacts, Stage};
-use vellum_format::image::Snapshot;
+use vellum_format::image::{Machine, Snapshot};
 use vellum_layer::migrate;
 
 pub use client::{call, call_in_turn, call_within};
@@ -85,6 +85,17 @@ pub enum Request {
         /// Where clones are looked for besides the image's directory: absolute paths.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         look_in: Vec<PathBuf>,
+    },
+    /// Give a snapshot another name.
+    #[serde(rename_all = "kebab-case")]
+    SnapshotRename {
+        /// The export of the disk; the only disk when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        disk: Option<String>,
+        /// Its name or number.
+        name: String,
+        /// Its name from then on.
+        new_name: String,
     },
     /// Restore the disk from a snapshot. No client may be connected.
     SnapshotRevert {
@@ -320,7 +331,7 @@ impl MigrateStep {
 pub const PROTOCOL_VERSION: u32 = 1;
 
 /// All commands, by their names.
-pub const COMMANDS: [&str; 29] = [
+pub const COMMANDS: [&str; 30] = [
     "hello",
     "stats",
     "pause",
@@ -341,6 +352,7 @@ pub const COMMANDS: [&str; 29] = [
     "snapshot-delete",
     "snapshot-hold",
     "snapshot-release",
+    "snapshot-rename",
     "snapshot-revert",
     "client-list",
     "client-disconnect",
@@ -395,6 +407,52 @@ pub struct SnapshotFacts {
     /// Clones stand on it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub held_by_clones: bool,
+    /// What it has of a machine, in formats that have a place for it.
+    #[serde(default, flatten, skip_serializing_if = "Option::is_none")]
+    pub machine: Option<MachineFacts>,
+}
+
+/// What a snapshot has of a machine, under the names that QEMU uses.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct MachineFacts {
+    /// Bytes of its state; 0 when only the disk was kept.
+    pub vm_state_size: u64,
+    /// The fraction of a second of the time at which it was made, in nanoseconds.
+    pub date_nsec: u32,
+    /// How long the guest had run, in whole seconds.
+    pub vm_clock_sec: u64,
+    /// The rest of that, in nanoseconds.
+    pub vm_clock_nsec: u64,
+    /// Instructions that the guest had executed, if they were counted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub icount: Option<u64>,
+}
+
+impl From<Machine> for MachineFacts {
+    fn from(machine: Machine) -> Self {
+        Self {
+            vm_state_size: machine.state_bytes,
+            date_nsec: machine.nanoseconds,
+            vm_clock_sec: machine.clock_nanoseconds / 1_000_000_000,
+            vm_clock_nsec: machine.clock_nanoseconds % 1_000_000_000,
+            icount: machine.icount,
+        }
+    }
+}
+
+impl From<MachineFacts> for Machine {
+    fn from(facts: MachineFacts) -> Self {
+        Self {
+            state_bytes: facts.vm_state_size,
+            nanoseconds: facts.date_nsec,
+            clock_nanoseconds: facts
+                .vm_clock_sec
+                .saturating_mul(1_000_000_000)
+                .saturating_add(facts.vm_clock_nsec),
+            icount: facts.icount,
+        }
+    }
 }
 
 /// A snapshot on which clones may be made.
@@ -413,8 +471,9 @@ pub struct HeldSnapshot {
 
 impl From<Snapshot> for SnapshotFacts {
     fn from(snapshot: Snapshot) -> Self {
-        let Snapshot { id, name, size, seconds, is_cloned, .. } = snapshot;
-        Self { id, name, virtual_size: size, date_sec: seconds, held_by_clones: is_cloned }
+        let Snapshot { id, name, size, seconds, is_cloned, machine } = snapshot;
+        let machine = machine.map(MachineFacts::from);
+        Self { id, name, virtual_size: size, date_sec: seconds, held_by_clones: is_cloned, machine }
     }
 }
 

@@ -143,6 +143,7 @@ impl Control {
             | Request::SnapshotDelete { disk, .. }
             | Request::SnapshotHold { disk, .. }
             | Request::SnapshotRelease { disk, .. }
+            | Request::SnapshotRename { disk, .. }
             | Request::SnapshotRevert { disk, .. }
             | Request::Pause { disk }
             | Request::Flatten { disk }
@@ -201,7 +202,7 @@ impl Control {
         Ok(match request {
             Request::SnapshotCreate { disk, name } => {
                 let id = self.disks.find(disk.as_deref())?.snapshot_create(name).await?;
-                json!({ "id": id.to_string() })
+                json!({ "id": id })
             }
             Request::SnapshotList { disk } => {
                 json!(self.disks.find(disk.as_deref())?.snapshot_list().await?)
@@ -215,6 +216,10 @@ impl Control {
             }
             Request::SnapshotRelease { disk, name, look_in } => {
                 self.disks.find(disk.as_deref())?.snapshot_release(name, look_in).await?;
+                json!({})
+            }
+            Request::SnapshotRename { disk, name, new_name } => {
+                self.disks.find(disk.as_deref())?.snapshot_rename(name, new_name).await?;
                 json!({})
             }
             Request::SnapshotRevert { disk, name } => {

@@ -27,6 +27,7 @@ pub(super) enum Step {
     Resize,
     Reopen,
     Revert,
+    Snapshot,
     Detach,
     Pin,
     HandOver,
@@ -43,6 +44,7 @@ impl Step {
             Self::Detach => "it is being detached from its backing image; try again when that is done",
             Self::Flash => "its use of the flash cache is being changed; try again when that is done",
             Self::HandOver => "a step of its migration is in progress; try again when that is done",
+            Self::Snapshot => "its snapshots are being changed; try again when that is done",
             Self::Revert => "it is being reverted to a snapshot; try again when that is done",
         }
     }

@@ -2,30 +2,42 @@
 //!
 //! A snapshot is one of the image. Where the flash cache holds writes of the disk, they go home first: most of them while
 //! guests are at work, and the rest while requests wait.
+//!
+//! ```text
+//!   vellum   the image stays open; guests are at work
+//!   qcow2    drain ► requests wait ► close, which drains the rest ► change the closed image ► open ► requests continue
+//! ```
 
-use std::time::{SystemTime, UNIX_EPOCH};
+use vellum_core::{Result, SharedStorage};
+use vellum_format::image::{ClosedSnapshots, SnapshotSupport, Wanted};
 
-use vellum_core::Result;
-use vellum_format::image::SnapshotSupport;
-
-use super::{Served, facts, kept, none_in};
+use super::{IS_READ, Served, Step, Top, facts, kept, none_in, reads_a_snapshot};
 use crate::clones_of::with_clones;
+use crate::closed::{not_renamed, since_1970};
 use crate::control::SnapshotFacts;
 
 impl Served {
-    /// Makes a snapshot. Returns its number.
-    pub(crate) async fn snapshot_create(&self, name: &str) -> Result<u32> {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    /// Makes a snapshot. Returns its id.
+    pub(crate) async fn snapshot_create(&self, name: &str) -> Result<String> {
+        let now = since_1970();
         let top = self.top().await?;
+        if must_be_closed(&top) {
+            drop(top);
+            let create = async |closed: &'static dyn ClosedSnapshots, image: &SharedStorage| {
+                closed.create(image, name, now, false).await
+            };
+            return self.snapshots_closed(create).await;
+        }
         let snapshots = kept(top.member(), "created")?;
+        let create = async || snapshots.create(name, now.as_secs()).await.map(|id| id.to_string());
         let Some(flash) = top.0.as_ref().and_then(|chain| chain.flash()) else {
-            return snapshots.create(name, now).await;
+            return create().await;
         };
         // Most of it while guests are at work.
         flash.drain().await?;
         let held = self.hold_in_time().await?;
         let made = match flash.settle().await {
-            Ok(()) => snapshots.create(name, now).await,
+            Ok(()) => create().await,
             Err(error) => Err(error),
         };
         held.finish();
@@ -49,10 +61,59 @@ impl Served {
     /// Deletes a snapshot.
     pub(crate) async fn snapshot_delete(&self, wanted: &str) -> Result<()> {
         let top = self.top().await?;
+        if must_be_closed(&top) {
+            drop(top);
+            let delete = async |closed: &'static dyn ClosedSnapshots, image: &SharedStorage| {
+                closed.delete(image, Wanted::IdOrName(wanted)).await
+            };
+            return self.snapshots_closed(delete).await;
+        }
         let snapshots = kept(top.member(), "deleted")?;
         match snapshots.delete(wanted).await {
             Ok(()) => Ok(()),
             Err(error) => Err(with_clones(error, &self.canonical, &snapshots.list()?, wanted).await),
         }
     }
+
+    /// Gives a snapshot another name.
+    pub(crate) async fn snapshot_rename(&self, wanted: &str, name: &str) -> Result<()> {
+        let top = self.top().await?;
+        if !must_be_closed(&top) {
+            kept(top.member(), "renamed")?;
+            return Err(not_renamed(&self.path));
+        }
+        drop(top);
+        let rename = async |closed: &'static dyn ClosedSnapshots, image: &SharedStorage| {
+            closed.rename(image, Wanted::IdOrName(wanted), name).await
+        };
+        self.snapshots_closed(rename).await
+    }
+
+    /// Closes the image, changes its snapshots and opens it again, while requests wait.
+    async fn snapshots_closed<T>(
+        &self,
+        change: impl AsyncFnOnce(&'static dyn ClosedSnapshots, &SharedStorage) -> Result<T>,
+    ) -> Result<T> {
+        // Most of it while guests are at work.
+        if let Some(flash) = self.top().await?.0.as_ref().and_then(|chain| chain.flash()) {
+            flash.drain().await?;
+        }
+        let _step = self.begin(Step::Snapshot)?;
+        let mut chain = self.alone().await?;
+        if reads_a_snapshot(&chain) {
+            return Err(self.in_use(IS_READ));
+        }
+        let (held, before) = (self.hold_in_time().await?, chain.disk().clone());
+        chain.hold_forks().await;
+        let changed = chain.change_snapshots(change).await;
+        chain.resume_forks();
+        self.follow(held, &chain, &before).await;
+        changed
+    }
+}
+
+/// Whether the snapshots of the image are changed while it is closed.
+fn must_be_closed(top: &Top<'_>) -> bool {
+    let member = top.member();
+    member.opened.snapshots.is_none() && member.head.kind().format().closed_snapshots().is_some()
 }

@@ -21,6 +21,8 @@
 //! - An extended entry whose bitmap contradicts itself is left unchanged, with everything it says. QEMU's
 //!   repair makes zeros of it.
 //!
+//! Entries of the snapshot table that are too short for version 3 are completed when nothing else is wrong.
+//!
 //! Repair ([`Repair`]) writes refcounts and flags in place when the refcount structure itself is sound.
 //! Otherwise it writes a new structure behind everything else and switches the header to it. It never touches
 //! what maps guest data, except for flags and reserved bits, so it cannot lose guest bytes. Flags are judged
@@ -59,6 +61,7 @@ use super::header::Header;
 use super::journal::recover::replay;
 use super::layout::*;
 use super::references::{GROUP, Kind, References, Tables, busy_groups};
+use super::snapshot_table::complete;
 use super::tail::give_back_tail;
 use crate::hash::{HashMap, HashSet};
 use crate::report::{CheckReport, Recovery, Repair};
@@ -117,7 +120,15 @@ async fn check_tables(
     let mut fix = Fix { header: &mut header, image: &**image, walk: first, repair, say, is_whole: true };
     fix.run().await?;
     let mut silent = |_: String| {};
-    let mut after = Walk::run(&header, &**image, &mut silent).await?.report;
+    let mut walked = Walk::run(&header, &**image, &mut silent).await?;
+    let is_mere_table = walked.report.corruptions == walked.incomplete && walked.report.check_errors == 0;
+    if repair == Repair::All && walked.incomplete > 0 && is_mere_table {
+        say("Repairing the snapshot table".to_owned());
+        complete(header, image).await?;
+        header = Header::read(&**image).await?;
+        walked = Walk::run(&header, &**image, &mut silent).await?;
+    }
+    let mut after = walked.report;
     after.corruptions_fixed = before.corruptions.saturating_sub(after.corruptions);
     after.leaks_fixed = before.leaks.saturating_sub(after.leaks);
     if repair == Repair::All && after.check_errors == 0 && after.corruptions == 0 {
@@ -220,6 +231,8 @@ struct Walked {
     flags_suspect: bool,
     /// Corruptions that are only wrong flags.
     wrong_flags: u64,
+    /// Corruptions that are only entries of the snapshot table without what version 3 requires.
+    incomplete: u64,
     /// Table entries to repair, with their new values: without reserved bits, and without an impossible place
     /// where nothing is lost.
     mended: Vec<(ImageOffset, u64)>,
@@ -279,6 +292,7 @@ impl<'a> Walk<'a> {
             low_counts: 0,
             flags_suspect: header.snapshot_count > 0,
             wrong_flags: 0,
+            incomplete: 0,
             mended: Vec::new(),
         };
         let mut walk = Walk { header, image, entries: Entries::of(header), say, result };

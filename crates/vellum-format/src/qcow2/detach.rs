@@ -33,7 +33,7 @@ async fn detach_inner(image: &SharedStorage) -> Result<()> {
     }
     if header.snapshot_count > 0 {
         return Err(Error::unsupported(
-            "the image has snapshots, which also read from the backing image: delete them first (`qemu-img snapshot -d`)",
+            "the image has snapshots, which also read from the backing image: delete them first (`vellum snapshot delete`)",
         ));
     }
     remove_backing(&header, &**image).await

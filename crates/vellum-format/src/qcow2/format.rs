@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
 use vellum_core::pin::Pin;
 use vellum_core::{Context, ImageOffset, LocalFuture, Result, SharedStorage, Storage};
@@ -16,10 +17,11 @@ use super::journal_setting::{
 };
 use super::layout::{JOURNAL_BYTES_DEFAULT, METADATA_PAGE, autoclear};
 use super::open::OpenOptions;
-use super::{Qcow2, encrypted, resize, snapshot};
+use super::{Qcow2, encrypted, resize, snapshot, snapshots};
 use crate::handover::{Handover, may_change};
 use crate::image::{
-    Fact, Files, Format, Head, Machine, NewBacking, OpenOptions as Options, Opened, Snapshot, SnapshotSupport,
+    ClosedSnapshots, Fact, Files, Format, Head, Machine, NewBacking, OpenOptions as Options, Opened,
+    Snapshot, SnapshotSupport, Wanted,
 };
 use crate::luks::{self, KeyArea};
 use crate::prealloc::Prealloc;
@@ -41,7 +43,7 @@ impl Format for Qcow2Format {
     }
 
     fn snapshot_support(&self) -> SnapshotSupport {
-        SnapshotSupport::Read
+        SnapshotSupport::Kept
     }
 
     fn read<'a>(&'a self, image: &'a dyn Storage) -> LocalFuture<'a, Result<Box<dyn Head>>> {
@@ -93,6 +95,17 @@ impl Format for Qcow2Format {
         Box::pin(async move {
             changeable(image).await?;
             resize::grow(image, size).await.map(drop)
+        })
+    }
+
+    fn closed_snapshots(&self) -> Option<&'static dyn ClosedSnapshots> {
+        Some(&Qcow2Format)
+    }
+
+    fn revert<'a>(&'a self, image: &'a SharedStorage, wanted: &'a str) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move {
+            changeable(image).await?;
+            snapshots::revert(image, Wanted::IdOrName(wanted)).await
         })
     }
 
@@ -164,6 +177,40 @@ impl Format for Qcow2Format {
                 None => None,
             };
             set_journal(image, wanted).await
+        })
+    }
+}
+
+impl ClosedSnapshots for Qcow2Format {
+    fn create<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        name: &'a str,
+        now: Duration,
+        may_repeat: bool,
+    ) -> LocalFuture<'a, Result<String>> {
+        Box::pin(async move {
+            changeable(image).await?;
+            snapshots::create(image, name, now, may_repeat).await
+        })
+    }
+
+    fn delete<'a>(&'a self, image: &'a SharedStorage, wanted: Wanted<'a>) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move {
+            changeable(image).await?;
+            snapshots::delete(image, wanted).await
+        })
+    }
+
+    fn rename<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        wanted: Wanted<'a>,
+        name: &'a str,
+    ) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move {
+            changeable(image).await?;
+            snapshots::rename(image, wanted, name).await
         })
     }
 }

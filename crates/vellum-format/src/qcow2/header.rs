@@ -514,6 +514,22 @@ impl Header {
         put64(&mut self.sector, field::AUTOCLEAR, autoclear);
     }
 
+    /// The session with a flash cache counts no more, in memory, nor does what other programs keep consistent with the
+    /// disk: tables move.
+    pub(crate) fn void_session(&mut self) {
+        if self.version >= 3 {
+            let bitmaps = self.autoclear & autoclear::BITMAPS;
+            self.set_features(self.incompatible, self.kept_autoclear(None) | bitmaps);
+        }
+    }
+
+    /// Bitmaps count no more, in memory: the disk reads differently.
+    pub(crate) fn void_bitmaps(&mut self) {
+        if self.version >= 3 {
+            self.set_features(self.incompatible, self.autoclear & !autoclear::BITMAPS);
+        }
+    }
+
     /// Changes the size of the disk, in memory.
     pub(crate) fn set_size(&mut self, size: u64) {
         self.size = size;
@@ -524,6 +540,21 @@ impl Header {
     pub(crate) fn set_l1_entries(&mut self, entries: u32) {
         self.l1_entries = entries;
         put32(&mut self.sector, field::L1_SIZE, entries);
+    }
+
+    /// Changes the place of the active L1 table and the number of its entries, in memory.
+    pub(crate) fn set_l1(&mut self, table: ImageSpan) {
+        self.l1_offset = table.start();
+        put64(&mut self.sector, field::L1_TABLE_OFFSET, table.start().bytes());
+        self.set_l1_entries(u32::try_from(table.len() / 8).expect("an L1 table is at most 32 MiB"));
+    }
+
+    /// Changes the place of the snapshot table and the number of its entries, in memory.
+    pub(crate) fn set_snapshots(&mut self, at: ImageOffset, count: usize) {
+        self.snapshots_offset = at;
+        self.snapshot_count = u32::try_from(count).expect("at most 65536");
+        put64(&mut self.sector, field::SNAPSHOTS_OFFSET, at.bytes());
+        put32(&mut self.sector, field::NB_SNAPSHOTS, self.snapshot_count);
     }
 
     /// Changes the place of the refcount table, in memory.

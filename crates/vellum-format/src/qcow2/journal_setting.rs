@@ -121,7 +121,7 @@ async fn set_backing_inner(image: &SharedStorage, backing: NewBacking<'_>) -> Re
     }
     if header.snapshot_count > 0 {
         return Err(Error::unsupported(
-            "the image has snapshots, which also read from the backing image: delete them first (`qemu-img snapshot -d`)",
+            "the image has snapshots, which also read from the backing image: delete them first (`vellum snapshot delete`)",
         ));
     }
     if header.data_file_is_raw() {

@@ -25,6 +25,9 @@
 //! | [`late`] | older writes that may still land where units were made zero |
 //! | [`quarantine`], `give_back` | freed clusters, until they may be reused; how they are given back |
 //! | `pin` | what proves the backing file: an extension of the header |
+//! | `snapshots` | making, deleting and renaming internal snapshots of a closed image, and reverting to one |
+//! | `snapshot_table` | the table of snapshots, written anew |
+//! | `shadow`, `tree` | new metadata beside the old, and one write that switches to it; what an L1 table leads to |
 //! | `resize` | a larger disk, as far as the L1 table has room |
 //! | [`check`] | compares everything an image claims, and repairs it; `hole` and `tail` skip what a file does not have, and cut off what it does not need |
 //! | `format` | the interface that all formats have |
@@ -35,8 +38,7 @@
 //! `journal/commit.rs`).
 //!
 //! Source: QEMU's `docs/interop/qcow2.rst`. Left out for now: the old AES-CBC encryption, updating bitmaps (the autoclear bit
-//! is cleared before the first change, as the specification requires), making and deleting internal
-//! snapshots.
+//! is cleared before the first change, as the specification requires).
 
 mod ahead;
 pub mod bitmaps;
@@ -74,8 +76,12 @@ mod references;
 mod resize;
 mod sector_parts;
 mod session;
+mod shadow;
 pub mod snapshot;
+mod snapshot_table;
+mod snapshots;
 mod tail;
+mod tree;
 mod write;
 mod zero;
 

@@ -177,7 +177,11 @@ impl Qcow2 {
 
 /// Replays the journal or repairs refcounts where an image was not closed, and puts a misplaced journal back.
 /// Returns the header as it is then. Of an image that is only read nothing is changed.
-async fn recover_or_repair(mut header: Header, image: &SharedStorage, read_only: bool) -> Result<Header> {
+pub(super) async fn recover_or_repair(
+    mut header: Header,
+    image: &SharedStorage,
+    read_only: bool,
+) -> Result<Header> {
     if !read_only {
         may_change(image.name(), header.handover())?;
     }

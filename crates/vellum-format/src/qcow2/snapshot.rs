@@ -1,5 +1,13 @@
-//! Internal snapshots: the table that lists them is read and checked. They are preserved and can be read.
-//! Making and deleting them is left out for now.
+//! Internal snapshots: the table that lists them is read, checked and laid out anew. `snapshots.rs` changes it.
+//!
+//! ```text
+//!   L1 offset 8 │ L1 entries 4 │ id len 2 │ name len 2 │ date 4+4 │ clock 8 │ state 4 │ extra len 4 │ extra │ id │ name │ pad
+//! ```
+//!
+//! An entry keeps its bytes as they were read. One that is written again says everything that it said before, also what
+//! other programs put into its extra data.
+
+use std::time::Duration;
 
 use vellum_core::{Buffer, Context, Error, ImageOffset, ImageSpan, Result, Storage};
 
@@ -30,6 +38,8 @@ pub struct Snapshot {
     /// Version 3 requires the sizes of the machine's state and of the disk, and the entry is too short to
     /// hold them.
     pub(crate) is_incomplete: bool,
+    /// Its entry in the table, without the padding behind it.
+    entry: Vec<u8>,
 }
 
 /// The table of snapshots, and its place.
@@ -48,6 +58,10 @@ pub async fn list(header: &Header, storage: &dyn Storage) -> Result<Vec<Snapshot
 }
 
 const FIXED_LEN: usize = 40;
+/// The extra data that is written: the sizes of the machine's state and of the disk, and the count of instructions.
+const EXTRA_LEN: usize = 24;
+/// Bytes of a name, as in QEMU, which cuts off longer ones.
+pub(crate) const NAME_BYTES_MAX: usize = 255;
 
 /// The part of the table that is in memory: entries are short, and there may be 65,536 of them.
 struct Window<'a> {
@@ -111,6 +125,7 @@ async fn read_entry(header: &Header, window: &mut Window<'_>, at: ImageOffset) -
     let extra_len = extra_len as usize;
     let rest_len = extra_len + id_len + name_len;
     let rest = window.get(at + FIXED_LEN as u64, rest_len).await?;
+    let entry = [&fixed[..], rest].concat();
     let (extra, names) = rest.split_at(extra_len);
     let (id, name) = names.split_at(id_len);
     let extra_u64 = |index: usize| (extra.len() >= (index + 1) * 8).then(|| be64(extra, index * 8));
@@ -136,11 +151,95 @@ async fn read_entry(header: &Header, window: &mut Window<'_>, at: ImageOffset) -
         disk_size: extra_u64(1).unwrap_or(header.size()),
         icount: extra_u64(2).filter(|count| *count != u64::MAX),
         is_incomplete: header.version() >= 3 && extra.len() < 16,
+        entry,
     };
     Ok((snapshot, (FIXED_LEN + rest_len).next_multiple_of(8) as u64))
 }
 
+impl Snapshot {
+    /// A snapshot of the disk alone, of which nothing is written yet.
+    pub(crate) fn new(l1: ImageSpan, id: String, name: String, now: Duration, disk_size: u64) -> Self {
+        let date_seconds = u32::try_from(now.as_secs()).unwrap_or(u32::MAX);
+        let mut entry = vec![0; FIXED_LEN + EXTRA_LEN];
+        put64(&mut entry, 0, l1.start().bytes());
+        put32(&mut entry, 8, u32::try_from(l1.len() / 8).expect("an L1 table is at most 32 MiB"));
+        put16(&mut entry, 12, id.len());
+        put16(&mut entry, 14, name.len());
+        put32(&mut entry, 16, date_seconds);
+        put32(&mut entry, 20, now.subsec_nanos());
+        put32(&mut entry, 36, u32::try_from(EXTRA_LEN).expect("a few bytes"));
+        put64(&mut entry, FIXED_LEN + 8, disk_size);
+        put64(&mut entry, FIXED_LEN + 16, u64::MAX);
+        entry.extend(id.as_bytes());
+        entry.extend(name.as_bytes());
+        Self {
+            l1,
+            id,
+            name,
+            date_seconds,
+            date_nanoseconds: now.subsec_nanos(),
+            vm_clock_nanoseconds: 0,
+            vm_state_size: 0,
+            disk_size,
+            icount: None,
+            is_incomplete: false,
+            entry,
+        }
+    }
+
+    /// Gives it another name. Everything else stays.
+    pub(crate) fn rename(&mut self, name: &str) {
+        let old = usize::from(be16(&self.entry, 14));
+        self.entry.truncate(self.entry.len() - old);
+        self.entry.extend(name.as_bytes());
+        put16(&mut self.entry, 14, name.len());
+        name.clone_into(&mut self.name);
+    }
+
+    /// Adds the sizes that version 3 requires, if they are missing.
+    pub(crate) fn complete(&mut self) {
+        let extra = be32(&self.entry, 36) as usize;
+        if extra >= 16 {
+            return;
+        }
+        let mut sizes = [0; 16];
+        put64(&mut sizes, 0, self.vm_state_size);
+        put64(&mut sizes, 8, self.disk_size);
+        drop(self.entry.splice(FIXED_LEN..FIXED_LEN + extra, sizes));
+        put32(&mut self.entry, 36, 16);
+        self.is_incomplete = false;
+    }
+}
+
+fn put16(bytes: &mut [u8], at: usize, value: usize) {
+    let value = u16::try_from(value).expect("names were bounded");
+    bytes[at..at + 2].copy_from_slice(&value.to_be_bytes());
+}
+
 impl SnapshotTable {
+    /// The bytes of the table.
+    ///
+    /// # Errors
+    /// `Unsupported` when it would be longer than other programs read.
+    pub(crate) fn bytes(&self) -> Result<Vec<u8>> {
+        let mut bytes = Vec::new();
+        for snapshot in &self.snapshots {
+            bytes.extend(&snapshot.entry);
+            bytes.resize(bytes.len().next_multiple_of(8), 0);
+        }
+        match bytes.len() as u64 <= SNAPSHOT_TABLE_BYTES_MAX {
+            true => Ok(bytes),
+            false => Err(Error::unsupported(
+                "the snapshot table would be larger than 64 MiB: delete snapshots first",
+            )),
+        }
+    }
+
+    /// The snapshot with exactly this name.
+    pub(crate) fn named(&self, name: &str) -> Option<&Snapshot> {
+        self.snapshots.iter().find(|snapshot| snapshot.name == name)
+    }
+
     /// The snapshot with this id, else with this name.
     pub(crate) fn find(&self, wanted: &str) -> Option<&Snapshot> {
         let by_id = self.snapshots.iter().find(|snapshot| snapshot.id == wanted);

@@ -16,7 +16,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use vellum_core::pin::Pin;
-use vellum_core::{Context, Error, ErrorKind, Result};
+use vellum_core::{Context, Error, ErrorKind, Result, SharedStorage};
+use vellum_format::image::ClosedSnapshots;
 
 use crate::hydrate::is_whole;
 
@@ -31,20 +32,53 @@ impl Chain {
     /// disk is another one afterwards, even on failure. The disk must not be in use meanwhile.
     ///
     /// # Errors
-    /// `Unsupported` when the top image is not of the native format, `NotFound` when there is no such
+    /// `Unsupported` when the top image keeps no snapshots, `ReadOnly` when the disk is read-only, `NotFound` when there is no such
     /// snapshot, and the errors of the image. The disk can be used afterwards unless it is closed; the error
     /// also says that it could not be opened again.
     pub async fn revert(&mut self, wanted: &str) -> Result<()> {
         self.mend().await?;
         let top = &self.top;
-        if top.opened.snapshots.is_none() {
-            return Err(Error::unsupported(format!("{} is not a vellum image", top.path.display())));
+        if top.opened.snapshots.is_none() && top.head.kind().format().closed_snapshots().is_none() {
+            return Err(Error::unsupported(format!("{} keeps no snapshots", top.path.display())));
         }
+        self.refuse_read_only()?;
         self.close_top().await?;
         let top = &self.top;
         let reverted = top.head.kind().format().revert(&top.storage, wanted).await;
         self.open_top_again().await?;
         reverted
+    }
+
+    /// Changes the snapshots of the top image, of a format that does that with closed images. The image is closed, changed
+    /// and opened again, so the disk is another one afterwards, even on failure; it reads the same. It must not be in use
+    /// meanwhile.
+    ///
+    /// # Errors
+    /// `Unsupported` for other formats, `ReadOnly` when the disk is read-only, and the errors of the image. The disk can be
+    /// used afterwards unless it is closed; the error also says that it could not be opened again.
+    pub async fn change_snapshots<T>(
+        &mut self,
+        change: impl AsyncFnOnce(&'static dyn ClosedSnapshots, &SharedStorage) -> Result<T>,
+    ) -> Result<T> {
+        self.mend().await?;
+        let top = &self.top;
+        let closed = top.head.kind().format().closed_snapshots().ok_or_else(|| {
+            Error::unsupported(format!("{}: its snapshots are changed while it is open", top.path.display()))
+        })?;
+        self.refuse_read_only()?;
+        self.close_top().await?;
+        let changed = change(closed, &self.top.storage).await;
+        self.open_top_again().await?;
+        changed
+    }
+
+    fn refuse_read_only(&self) -> Result<()> {
+        match self.top.opened.disk.geometry().read_only {
+            true => {
+                Err(Error::new(ErrorKind::ReadOnly, format!("{} is open read-only", self.top.path.display())))
+            }
+            false => Ok(()),
+        }
     }
 
     /// Enlarges the disk by bytes that read as zero. The image is closed, changed and opened again, so the

@@ -108,13 +108,9 @@ fn human(image: &ImageFacts) -> String {
         lines.extend(
             image.pin().iter().flat_map(|pin| pin.proofs()).map(|proof| format!("backing file pin: {proof}")),
         );
-        if let Some(first) = image.snapshots.first() {
+        if !image.snapshots.is_empty() {
             lines.push("Snapshot list:".to_owned());
-            lines.push(match first.machine {
-                Some(_) => machine_row("ID", "TAG", "VM_SIZE", "DATE", "VM_CLOCK", "ICOUNT"),
-                None => format!("{:<7} {:<24} {:>10} {:>19}", "ID", "NAME", "DISK SIZE", "DATE"),
-            });
-            lines.extend(image.snapshots.iter().map(snapshot_line));
+            lines.extend(list_lines(&image.snapshots));
         }
         lines.extend(
             behind(image)
@@ -283,17 +279,29 @@ fn snapshot_json(snapshot: &Snapshot) -> Value {
     }
     match &snapshot.machine {
         None => value["virtual-size"] = json!(snapshot.size),
-        Some(machine) => {
-            value["vm-state-size"] = json!(machine.state_bytes);
-            value["date-nsec"] = json!(machine.nanoseconds);
-            value["vm-clock-sec"] = json!(machine.clock_nanoseconds / 1_000_000_000);
-            value["vm-clock-nsec"] = json!(machine.clock_nanoseconds % 1_000_000_000);
-            if let Some(icount) = machine.icount {
-                value["icount"] = json!(icount);
-            }
-        }
+        Some(machine) => machine_json(machine, &mut value),
     }
     value
+}
+
+/// Adds what a snapshot has of a machine, under the names that QEMU uses.
+pub(crate) fn machine_json(machine: &Machine, value: &mut Value) {
+    value["vm-state-size"] = json!(machine.state_bytes);
+    value["date-nsec"] = json!(machine.nanoseconds);
+    value["vm-clock-sec"] = json!(machine.clock_nanoseconds / 1_000_000_000);
+    value["vm-clock-nsec"] = json!(machine.clock_nanoseconds % 1_000_000_000);
+    if let Some(icount) = machine.icount {
+        value["icount"] = json!(icount);
+    }
+}
+
+/// The lines of a list of snapshots, of which there is one; those of qcow2 images as `qemu-img` has them.
+pub(crate) fn list_lines(snapshots: &[Snapshot]) -> Vec<String> {
+    let heading = match snapshots.first().and_then(|first| first.machine.as_ref()) {
+        Some(_) => machine_row("ID", "TAG", "VM_SIZE", "DATE", "VM_CLOCK", "ICOUNT"),
+        None => format!("{:<7} {:<24} {:>10} {:>19}", "ID", "NAME", "DISK SIZE", "DATE"),
+    };
+    [heading].into_iter().chain(snapshots.iter().map(snapshot_line)).collect()
 }
 
 fn snapshot_line(snapshot: &Snapshot) -> String {
@@ -312,12 +320,17 @@ fn machine_row(id: &str, tag: &str, size: &str, date: &str, clock: &str, icount:
 }
 
 fn machine_line(snapshot: &Snapshot, machine: &Machine) -> String {
-    let millis = machine.clock_nanoseconds / 1_000_000;
-    let (hours, minutes, seconds) = (millis / 3_600_000, millis / 60_000 % 60, millis / 1000 % 60);
-    let clock = format!("{hours:04}:{minutes:02}:{seconds:02}.{:03}", millis % 1000);
+    let clock = clock_text(machine);
     let icount = machine.icount.map_or_else(|| "--".to_owned(), |count| count.to_string());
     let (id, name) = (printable(&snapshot.id), printable(&snapshot.name));
     machine_row(&id, &name, &human_bytes(machine.state_bytes), &date(snapshot.seconds), &clock, &icount)
+}
+
+/// How long the guest had run.
+pub(crate) fn clock_text(machine: &Machine) -> String {
+    let millis = machine.clock_nanoseconds / 1_000_000;
+    let (hours, minutes, seconds) = (millis / 3_600_000, millis / 60_000 % 60, millis / 1000 % 60);
+    format!("{hours:04}:{minutes:02}:{seconds:02}.{:03}", millis % 1000)
 }
 
 /// A moment in UTC: the calendar of the Gregorian rules, by Howard Hinnant's days algorithm.

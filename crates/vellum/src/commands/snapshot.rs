@@ -9,25 +9,66 @@ use serde_json::{Value, json};
 use vellum_core::{Context, Error, Result};
 use vellum_daemon::closed;
 use vellum_daemon::control::{Request, SnapshotFacts, call};
-use vellum_daemon::{FormatKind, IoMode, Snapshot, run as run_worker};
+use vellum_daemon::{FormatKind, IoMode, Machine, Snapshot, Wanted as Key, run as run_worker};
 
-use super::info::{HELD, date};
+use super::info::{HELD, clock_text, date, list_lines, machine_json};
 use super::{Outcome, or_ask_server};
 use crate::args::{OutputFormat, parse_format};
 use crate::output::{human_bytes, printable, say, say_json};
 
-/// Create, list, release, delete and revert to snapshots inside an image
+/// Create, list, rename, release, delete and revert to snapshots inside an image
 ///
-/// Images of the vellum format support snapshots (layout=zoned, the default, and layout=table). Snapshots of
-/// qcow2 images can be listed and read. If a server has the image open, give its control socket
-/// with --control PATH instead of the image.
+/// Images of the vellum format (layout=zoned, the default, and layout=table) and qcow2 images support snapshots. If a
+/// server has the image open, give its control socket with --control PATH instead of the image. A vellum image is served
+/// on meanwhile. The requests to a qcow2 disk wait while its image is closed, changed and opened again.
+///
+/// A crash leaves the image as it was or as it was to be. A qcow2 image is checked first, and one that is damaged is
+/// refused. Each of its snapshots keeps the size of its disk, and the state of a virtual machine if QEMU saved one.
+///
+/// The options -l, -c, -a and -d do what they do with `qemu-img snapshot`. -d takes a name, not an ID. -c also takes a
+/// name that another snapshot of a qcow2 image has.
 ///
 /// To read a snapshot, use `-l NAME` of convert, compare and serve, or `--snapshot NAME` of map. If its disk
 /// is served with --export-snapshots, it is also the NBD export @NAME.
 #[derive(clap::Args)]
+#[command(
+    args_conflicts_with_subcommands = true,
+    override_usage = "vellum snapshot COMMAND ...\n       vellum snapshot [-l | -c NAME | -a NAME | -d NAME] [-f FMT] [-q] [-U] FILE"
+)]
 pub(crate) struct Args {
     #[command(subcommand)]
-    what: What,
+    what: Option<What>,
+    #[command(flatten)]
+    short: Short,
+}
+
+/// The options of `qemu-img snapshot`.
+#[derive(clap::Args)]
+struct Short {
+    /// List the snapshots of FILE, which is also done without any of these options
+    #[arg(short, long, group = "action")]
+    list: bool,
+    /// Create a snapshot of FILE
+    #[arg(short, long, value_name = "NAME", group = "action")]
+    create: Option<String>,
+    /// Revert FILE to this snapshot, given by ID or name
+    #[arg(short, long, value_name = "NAME", group = "action")]
+    apply: Option<String>,
+    /// Delete this snapshot of FILE, given by name
+    #[arg(short, long, value_name = "NAME", group = "action")]
+    delete: Option<String>,
+    /// Format of the image: raw, qcow2 or vellum. Default: detected from the file
+    #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
+    format: Option<FormatKind>,
+    /// With -l: do not lock the image, so that it may be in use
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    /// Print only errors and what -l lists, which is what these options do anyway
+    #[arg(short, long)]
+    quiet: bool,
+    /// The image
+    #[arg(value_name = "FILE")]
+    file: Option<PathBuf>,
 }
 
 #[derive(Subcommand)]
@@ -57,6 +98,13 @@ enum What {
         override_usage = "vellum snapshot release [OPTIONS] FILE NAME\n       vellum snapshot release [OPTIONS] --control PATH NAME"
     )]
     Release(Released),
+    /// Give a snapshot another name
+    ///
+    /// Only snapshots of qcow2 images can be renamed.
+    #[command(
+        override_usage = "vellum snapshot rename [OPTIONS] FILE NAME NEW\n       vellum snapshot rename [OPTIONS] --control PATH NAME NEW"
+    )]
+    Rename(Renamed),
     /// Revert the disk to a snapshot; later writes are lost
     ///
     /// The snapshots are kept. A served disk can be reverted only while no client is connected.
@@ -112,6 +160,15 @@ struct Released {
     look_in: Vec<PathBuf>,
 }
 
+#[derive(clap::Args)]
+struct Renamed {
+    #[command(flatten)]
+    source: Source,
+    /// The image; omitted with --control. Then the name or ID of the snapshot, and its new name
+    #[arg(value_name = "FILE NAME NEW", num_args = 2..=3, required = true)]
+    words: Vec<OsString>,
+}
+
 /// Where the snapshots are: in an image, or with the server that has it.
 struct Common {
     source: Source,
@@ -132,6 +189,24 @@ impl Listed {
     }
 }
 
+impl Renamed {
+    /// The snapshot, and its new name.
+    fn named(&self) -> Result<(Named, String)> {
+        let (last, rest) = self.words.split_last().expect("at least two");
+        let wanted =
+            Wanted { source: self.source.clone(), first: rest[0].clone(), second: rest.get(1).cloned() };
+        Ok((wanted.named()?, name_in(last)?))
+    }
+}
+
+/// A name of a snapshot.
+fn name_in(name: &OsString) -> Result<String> {
+    let name = name.to_str();
+    let name =
+        name.ok_or_else(|| Error::invalid(format!("{name:?}: the name of a snapshot must be UTF-8")))?;
+    Ok(name.to_owned())
+}
+
 impl Wanted {
     /// What the one or two places after the options mean.
     fn named(&self) -> Result<Named> {
@@ -149,10 +224,7 @@ impl Wanted {
                 )));
             }
         };
-        let name = name
-            .to_str()
-            .ok_or_else(|| Error::invalid(format!("{name:?}: the name of a snapshot must be UTF-8")))?;
-        Ok(Named { common: Common { source: self.source.clone(), place }, name: name.to_owned() })
+        Ok(Named { common: Common { source: self.source.clone(), place }, name: name_in(name)? })
     }
 }
 
@@ -163,12 +235,13 @@ struct Row {
     size: u64,
     seconds: u64,
     is_cloned: bool,
+    machine: Option<Machine>,
 }
 
 impl Row {
     fn of(snapshot: Snapshot) -> Self {
-        let Snapshot { id, name, size, seconds, is_cloned, .. } = snapshot;
-        Self { id, name, size, seconds, is_cloned }
+        let Snapshot { id, name, size, seconds, is_cloned, machine } = snapshot;
+        Self { id, name, size, seconds, is_cloned, machine }
     }
 
     fn json(&self) -> Value {
@@ -178,26 +251,67 @@ impl Row {
         if self.is_cloned {
             facts["held-by-clones"] = json!(true);
         }
+        if let Some(machine) = &self.machine {
+            machine_json(machine, &mut facts);
+        }
         facts
     }
 }
 
+/// Says the list.
+fn say_list(rows: &[Row]) {
+    let has_machine = rows.iter().any(|row| row.machine.is_some());
+    let behind = if has_machine { format!(" {:>8} {:>15}", "VM SIZE", "VM CLOCK") } else { String::new() };
+    say(&format!("{:<7} {:<24} {:>10} {:>19}{behind}", "ID", "NAME", "DISK SIZE", "DATE"));
+    for Row { id, name, size, seconds, is_cloned, machine } in rows {
+        let (id, name) = (printable(id), printable(name));
+        let held = if *is_cloned { HELD } else { "" };
+        let (size, date) = (human_bytes(*size), date(*seconds));
+        let behind = machine.as_ref().map_or_else(String::new, |machine| {
+            format!(" {:>8} {:>15}", human_bytes(machine.state_bytes), clock_text(machine))
+        });
+        say(&format!("{id:<7} {name:<24} {size:>10} {date:>19}{behind}{held}"));
+    }
+}
+
+/// What `qemu-img snapshot` does.
+fn run_short(short: &Short) -> Outcome {
+    let file = short.file.as_ref().ok_or_else(|| {
+        Error::invalid("give a command (`vellum snapshot --help`), or -l, -c, -a or -d and the image")
+    })?;
+    let format = short.format;
+    if short.force_share && (short.create.is_some() || short.apply.is_some() || short.delete.is_some()) {
+        return Err(Error::invalid("--force-share is only for -l: an image that is changed is locked").into());
+    }
+    let action = async || {
+        if let Some(name) = &short.create {
+            closed::snapshot_create(file, format, name, true).await.map(drop)
+        } else if let Some(name) = &short.apply {
+            closed::snapshot_revert(file, format, name).await
+        } else if let Some(name) = &short.delete {
+            closed::snapshot_delete(file, format, Key::Name(name)).await
+        } else {
+            let all = closed::snapshots(file, format, short.force_share).await?;
+            if !all.is_empty() {
+                say("Snapshot list:");
+                list_lines(&all).iter().for_each(|line| say(line));
+            }
+            Ok(())
+        }
+    };
+    run_worker(IoMode::Auto, action)?.map_err(or_ask_server)?;
+    Ok(ExitCode::SUCCESS)
+}
+
 pub(crate) fn run(args: &Args) -> Outcome {
-    match &args.what {
+    let Some(what) = &args.what else { return run_short(&args.short) };
+    match what {
         What::List(listed) => {
             let common = listed.common();
             let rows = run_worker(IoMode::Auto, async || list(&common).await)?.map_err(or_ask_server)?;
             match common.source.output {
                 OutputFormat::Json => say_json(&rows.iter().map(Row::json).collect::<Vec<_>>()),
-                OutputFormat::Human => {
-                    say(&format!("{:<7} {:<24} {:>10} {:>19}", "ID", "NAME", "DISK SIZE", "DATE"));
-                    for Row { id, name, size, seconds, is_cloned } in &rows {
-                        let (id, name) = (printable(id), printable(name));
-                        let held = if *is_cloned { HELD } else { "" };
-                        let (size, date) = (human_bytes(*size), date(*seconds));
-                        say(&format!("{id:<7} {name:<24} {size:>10} {date:>19}{held}"));
-                    }
-                }
+                OutputFormat::Human => say_list(&rows),
             }
         }
         What::Create(wanted) => {
@@ -221,6 +335,12 @@ pub(crate) fn run(args: &Args) -> Outcome {
             run_worker(IoMode::Auto, release)?.map_err(or_ask_server)?;
             let words = format!("Snapshot {} released: it can be deleted.", printable(&named.name));
             answer(named, &words, json!({ "released": named.name }));
+        }
+        What::Rename(renamed) => {
+            let (named, new) = &renamed.named()?;
+            run_worker(IoMode::Auto, async || rename(named, new).await)?.map_err(or_ask_server)?;
+            let words = format!("Snapshot {} is now named {}.", printable(&named.name), printable(new));
+            answer(named, &words, json!({ "renamed": named.name, "name": new }));
         }
         What::Revert(wanted) => {
             let named = &wanted.named()?;
@@ -253,17 +373,17 @@ async fn list(common: &Common) -> Result<Vec<Row>> {
         let answer = ask(common, Request::SnapshotList { disk: common.source.disk.clone() }).await?;
         let facts: Vec<SnapshotFacts> = serde_json::from_value(answer)
             .map_err(|error| Error::invalid(format!("unexpected answer of the server: {error}")))?;
-        let rows =
-            facts.into_iter().map(|SnapshotFacts { id, name, virtual_size, date_sec, held_by_clones }| Row {
-                id,
-                name,
-                size: virtual_size,
-                seconds: date_sec,
-                is_cloned: held_by_clones,
-            });
-        return Ok(rows.collect());
+        let row = |facts: SnapshotFacts| Row {
+            id: facts.id,
+            name: facts.name,
+            size: facts.virtual_size,
+            seconds: facts.date_sec,
+            is_cloned: facts.held_by_clones,
+            machine: facts.machine.map(Machine::from),
+        };
+        return Ok(facts.into_iter().map(row).collect());
     }
-    let all = closed::snapshots(&common.place, common.source.format).await?;
+    let all = closed::snapshots(&common.place, common.source.format, false).await?;
     Ok(all.into_iter().map(Row::of).collect())
 }
 
@@ -274,7 +394,7 @@ async fn create(named: &Named) -> Result<String> {
         return Ok(answer["id"].as_str().unwrap_or_default().to_owned());
     }
     let Common { source, place } = &named.common;
-    Ok(closed::snapshot_create(place, source.format, &named.name).await?.to_string())
+    closed::snapshot_create(place, source.format, &named.name, false).await
 }
 
 async fn delete(named: &Named) -> Result<()> {
@@ -283,7 +403,17 @@ async fn delete(named: &Named) -> Result<()> {
         return ask(&named.common, Request::SnapshotDelete { disk, name }).await.map(drop);
     }
     let Common { source, place } = &named.common;
-    closed::snapshot_delete(place, source.format, &named.name).await
+    closed::snapshot_delete(place, source.format, Key::IdOrName(&named.name)).await
+}
+
+async fn rename(named: &Named, new: &str) -> Result<()> {
+    let (disk, name) = (named.common.source.disk.clone(), named.name.clone());
+    if named.common.source.control.is_some() {
+        let request = Request::SnapshotRename { disk, name, new_name: new.to_owned() };
+        return ask(&named.common, request).await.map(drop);
+    }
+    let Common { source, place } = &named.common;
+    closed::snapshot_rename(place, source.format, &named.name, new).await
 }
 
 async fn release(named: &Named, look_in: &[PathBuf]) -> Result<()> {

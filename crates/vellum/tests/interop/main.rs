@@ -24,6 +24,7 @@ mod damaged;
 mod image;
 mod made;
 mod opinions;
+mod snapshots;
 mod writer;
 
 use std::time::Instant;

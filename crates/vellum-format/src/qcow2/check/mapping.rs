@@ -252,6 +252,7 @@ impl Walk<'_> {
         let mut l1s: BTreeMap<(ImageOffset, u64), u64> = BTreeMap::new();
         for (index, snapshot) in table.snapshots.iter().enumerate() {
             if snapshot.is_incomplete {
+                self.result.incomplete += 1;
                 self.error(format!("snapshot table entry {index} is incomplete"));
             }
             *l1s.entry((snapshot.l1.start(), snapshot.l1.len())).or_insert(0) += 1;

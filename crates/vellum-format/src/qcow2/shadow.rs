@@ -1,0 +1,485 @@
+//! New metadata beside the old, and one write that switches to it: how the snapshots of a closed image change.
+//!
+//! ```text
+//!   plan      what is named more often, and less          ── nothing is written ──
+//!   write     L1 and L2 tables, snapshot table, refcount blocks and table,
+//!             all of it in clusters that the old refcounts call free          ── flush ──
+//!   switch    sector 0: L1, refcount table, snapshot table, size              ── flush ──     commit point
+//!   after     what is free now is punched, and the end of the file cut off
+//! ```
+//!
+//! 1. Until the switch nothing that the old header leads to is changed, not even a flag. So a crash leaves the old image,
+//!    with refcounts and flags that are right, and bytes in clusters that are free.
+//! 2. After the switch all that the new header leads to is durable, and its refcounts and flags are right. Nothing that the
+//!    old header led to is punched or reused before the switch is durable.
+//! 3. So no mark of an unclean close is needed, there is nothing to repair and no leak, and version 2 is as safe as
+//!    version 3.
+//! 4. Refcounts are the stored ones, changed by what was planned. A cluster with a leak keeps it. The caller has checked the
+//!    image, so that "free" is true.
+//! 5. Memory: two counts for each cluster that the plan concerns. Blocks and tables are read, changed and written a few at a
+//!    time.
+//!
+//! A new refcount block is in a cluster that some block counts, perhaps one that was not to change before. So blocks are
+//! placed until there is a place for each that changes. The table is placed last, and again if it was too small then.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::ops::Range;
+
+use futures_lite::future::yield_now;
+use vellum_core::{
+    BlockSize, Buffer, Context, Error, ErrorKind, ImageCluster, ImageOffset, ImageSpan, Result,
+    SharedStorage, Zeroes,
+};
+
+use super::entry::{ClusterState, Entries};
+use super::header::Header;
+use super::layout::{COPIED, IMAGE_END, OFFSET_MASK, REFCOUNT_TABLE_BYTES_MAX, be64, put64};
+use super::refcount;
+use super::references::{GROUP, References, busy_groups};
+use super::tail::give_back_tail;
+use super::tree::{entries_in, read_table};
+use crate::hash::HashMap;
+
+/// Blocks that are kept in memory for single looks, in bytes.
+const KEPT_BYTES: usize = 64 << 20;
+/// One punch takes at most this many bytes.
+const PUNCHED_AT_ONCE: u64 = 256 << 20;
+
+/// The flags that a copy of an L2 table has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Flags {
+    /// None: all that it names is shared.
+    Clear,
+    /// Where the refcount is one afterwards.
+    ByCount,
+}
+
+/// An L2 table that is copied.
+struct TableCopy {
+    from: ImageOffset,
+    to: ImageOffset,
+    flags: Flags,
+}
+
+pub(super) struct Shadow<'a> {
+    /// As it will be after the switch.
+    pub(super) header: Header,
+    image: &'a SharedStorage,
+    cluster: BlockSize,
+    /// The entries of the old refcount table.
+    table: Vec<u64>,
+    old_table: ImageSpan,
+    /// How often clusters are named more than before, and less.
+    pub(super) plus: References,
+    pub(super) minus: References,
+    /// The clusters of the new refcount structure.
+    own: BTreeSet<u64>,
+    free: Free,
+    copies: Vec<TableCopy>,
+    writes: Vec<(ImageOffset, Vec<u8>)>,
+    /// Old blocks, for single looks.
+    kept: HashMap<usize, Vec<u8>>,
+    /// The end of the last cluster that was taken.
+    end: u64,
+}
+
+/// Clusters that are free by the old refcounts, as far as these have been looked through.
+#[derive(Default)]
+struct Free {
+    runs: VecDeque<Range<u64>>,
+    /// Blocks before this one have been looked through.
+    next: usize,
+    is_at_end: bool,
+}
+
+impl Free {
+    fn add(&mut self, run: Range<u64>) {
+        match self.runs.back_mut() {
+            Some(last) if last.end == run.start => last.end = run.end,
+            _ if run.is_empty() => {}
+            _ => self.runs.push_back(run),
+        }
+    }
+
+    fn take(&mut self, count: u64) -> Option<u64> {
+        let index = self.runs.iter().position(|run| run.end - run.start >= count)?;
+        let run = &mut self.runs[index];
+        let first = run.start;
+        run.start += count;
+        if run.is_empty() {
+            self.runs.remove(index);
+        }
+        Some(first)
+    }
+}
+
+impl<'a> Shadow<'a> {
+    /// For an image that is closed and was checked.
+    pub(super) async fn new(header: Header, image: &'a SharedStorage) -> Result<Self> {
+        let old_table = header.refcount_table;
+        let len = usize::try_from(old_table.len()).expect("at most 8 MiB");
+        let context = || "can't read the refcount table";
+        let bytes = image.read(old_table.start(), Buffer::for_overwrite(len)).await.context(context)?;
+        let table = bytes.slice().chunks_exact(8).map(|entry| be64(entry, 0) & OFFSET_MASK).collect();
+        Ok(Self {
+            cluster: header.cluster_size(),
+            header,
+            image,
+            table,
+            old_table,
+            plus: References::default(),
+            minus: References::default(),
+            own: BTreeSet::new(),
+            free: Free::default(),
+            copies: Vec::new(),
+            writes: Vec::new(),
+            kept: HashMap::default(),
+            end: 0,
+        })
+    }
+
+    fn per_block(&self) -> u64 {
+        (self.cluster.bytes() * 8) >> self.header.refcount_order
+    }
+
+    fn block_of(&self, cluster: u64) -> usize {
+        usize::try_from(cluster / self.per_block()).unwrap_or(usize::MAX)
+    }
+
+    /// The bytes of an old block; zeros where there is none.
+    async fn block(&self, index: usize) -> Result<Vec<u8>> {
+        let len = usize::try_from(self.cluster.bytes()).expect("at most 2 MiB");
+        match self.table.get(index).copied().filter(|at| *at != 0) {
+            None => Ok(vec![0; len]),
+            Some(at) => {
+                let at = ImageOffset::new(at);
+                let context = || format!("can't read the refcounts at {at}");
+                Ok(self.image.read(at, Buffer::for_overwrite(len)).await.context(context)?.to_vec())
+            }
+        }
+    }
+
+    /// Clusters in a row that are free before and after the switch.
+    async fn take(&mut self, count: u64) -> Result<u64> {
+        loop {
+            if let Some(first) = self.free.take(count) {
+                self.end = self.end.max(first + count);
+                return Ok(first);
+            }
+            if self.free.is_at_end {
+                return Err(Error::new(ErrorKind::NoSpace, "the image's storage is full and cannot grow"));
+            }
+            self.look_on().await?;
+        }
+    }
+
+    /// Looks through one more block for free clusters.
+    async fn look_on(&mut self) -> Result<()> {
+        let (per_block, order, index) = (self.per_block(), self.header.refcount_order, self.free.next);
+        let end = match self.image.limits().fixed_len {
+            true => self.image.len() >> self.cluster.shift(),
+            false => IMAGE_END.bytes() >> self.cluster.shift(),
+        };
+        let first = index as u64 * per_block;
+        if index >= self.table.len() || first >= end {
+            self.free.add(first.min(end)..end);
+            self.free.is_at_end = true;
+            return Ok(());
+        }
+        self.free.next += 1;
+        if self.table[index] == 0 {
+            self.free.add(first..(first + per_block).min(end));
+            return Ok(());
+        }
+        let bytes = self.block(index).await?;
+        let mut from = None;
+        for cluster in first..(first + per_block).min(end) {
+            let is_free = refcount::read(&bytes, order, cluster - first) == 0;
+            match (is_free, from) {
+                (true, None) => from = Some(cluster),
+                (false, Some(start)) => {
+                    self.free.add(start..cluster);
+                    from = None;
+                }
+                _ => {}
+            }
+        }
+        if let Some(start) = from {
+            self.free.add(start..(first + per_block).min(end));
+        }
+        yield_now().await;
+        Ok(())
+    }
+
+    /// A place for a table of this many bytes. It is counted as named once.
+    pub(super) async fn place(&mut self, len: u64) -> Result<ImageSpan> {
+        let count = self.cluster.count_for(len);
+        let first = self.take(count).await?;
+        (first..first + count).for_each(|cluster| _ = self.plus.add(cluster, 1));
+        Ok(self.at(first).span(len))
+    }
+
+    fn at(&self, cluster: u64) -> ImageOffset {
+        self.cluster.start_of(ImageCluster::new(cluster))
+    }
+
+    fn number(&self, at: ImageOffset) -> u64 {
+        self.cluster.cluster_of(at).index()
+    }
+
+    /// Counts the clusters of a table as named once less.
+    pub(super) fn drop_table(&mut self, span: ImageSpan) {
+        if !span.is_empty() {
+            let clusters = self.cluster.clusters_in(span);
+            clusters.for_each(|cluster| _ = self.minus.add(cluster.index(), 1));
+        }
+    }
+
+    /// Counts an L2 table as named this many times more.
+    pub(super) fn share(&mut self, table: ImageOffset, times: u64) {
+        self.plus.add(self.number(table), times);
+    }
+
+    /// Counts an L2 table as named this many times less.
+    pub(super) fn unshare(&mut self, table: ImageOffset, times: u64) {
+        self.minus.add(self.number(table), times);
+    }
+
+    /// A copy of an L2 table, with these flags. It is counted as named once.
+    pub(super) async fn copy_table(&mut self, from: ImageOffset, flags: Flags) -> Result<ImageOffset> {
+        let to = self.place(self.cluster.bytes()).await?.start();
+        self.copies.push(TableCopy { from, to, flags });
+        Ok(to)
+    }
+
+    /// Writes a table to its place, with the rest.
+    pub(super) fn write(&mut self, span: ImageSpan, mut bytes: Vec<u8>) {
+        let len = usize::try_from(self.cluster.round_up(span.len())).expect("at most 64 MiB");
+        bytes.resize(len, 0);
+        self.writes.push((span.start(), bytes));
+    }
+
+    /// The refcount of a cluster after the switch, as far as it is planned.
+    pub(super) async fn count_after(&mut self, at: ImageOffset) -> Result<u64> {
+        let cluster = self.number(at);
+        let (block, index) = (self.block_of(cluster), cluster % self.per_block());
+        if !self.kept.contains_key(&block) {
+            let bytes = self.block(block).await?;
+            if (self.kept.len() + 1) * bytes.len() > KEPT_BYTES {
+                self.kept.clear();
+            }
+            self.kept.insert(block, bytes);
+        }
+        let stored = refcount::read(&self.kept[&block], self.header.refcount_order, index);
+        self.count_of(cluster, stored)
+    }
+
+    fn count_of(&self, cluster: u64, stored: u64) -> Result<u64> {
+        let own = u64::from(self.own.contains(&cluster));
+        let more = stored.saturating_add(self.plus.get(cluster)).saturating_add(own);
+        let after = more.checked_sub(self.minus.get(cluster)).ok_or_else(|| {
+            let at = self.at(cluster);
+            Error::corrupt(format!(
+                "the cluster at {at} has a refcount that is too low: run `vellum check -r all`"
+            ))
+        })?;
+        let bits = self.header.refcount_bits();
+        if bits < 64 && after >> bits != 0 {
+            let most = (1u64 << bits) - 1;
+            return Err(Error::unsupported(format!(
+                "a cluster would be shared by {after}, and refcounts of {bits} bits count to {most}: copy the image with \
+                 `vellum convert -O qcow2 -o refcount_bits=16 OLD NEW` first"
+            )));
+        }
+        Ok(after)
+    }
+
+    /// Whether an L2 table of the active disk has an entry whose flag changes.
+    pub(super) async fn changes_flags(&mut self, table: &[u8]) -> Result<bool> {
+        for entry in entries_in(Entries::of(&self.header), table) {
+            let (_, word, state) = entry?;
+            if let Some(is_sole) = self.is_sole(state).await?
+                && is_sole != (word & COPIED != 0)
+            {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Whether a cluster that is named less often has a refcount of one afterwards. `None` for any other.
+    async fn is_sole(&mut self, state: ClusterState) -> Result<Option<bool>> {
+        match state {
+            ClusterState::Plain(units) => match units.host {
+                Some(host) if self.minus.get(self.number(host)) > 0 => {
+                    Ok(Some(self.count_after(host).await? == 1))
+                }
+                _ => Ok(None),
+            },
+            ClusterState::Compressed(_) => Ok(None),
+        }
+    }
+
+    /// Writes everything, and switches to it.
+    pub(super) async fn switch(mut self) -> Result<()> {
+        let before = self.image.len();
+        let freed = match self.write_all().await {
+            Ok(freed) => freed,
+            Err(error) => {
+                // The old image counts, and needs nothing of what was added.
+                if self.image.len() > before && !self.image.limits().fixed_len {
+                    let _ = self.image.set_len(before).await;
+                }
+                return Err(error);
+            }
+        };
+        self.image.flush().await?;
+        self.image.write(ImageOffset::ZERO, self.header.first_sector()).await?;
+        self.image.flush().await?; // commit point
+        // What follows may fail: the image is right without it.
+        self.punch(freed).await;
+        let _ = give_back_tail(&self.header, &**self.image, ImageOffset::ZERO.span(0)).await;
+        Ok(())
+    }
+
+    async fn write_all(&mut self) -> Result<Vec<Range<u64>>> {
+        let (blocks, table) = self.place_refcounts().await?;
+        let end = self.end << self.cluster.shift();
+        if end > self.image.len() {
+            self.image.set_len(end).await.context(|| "can't grow the file")?;
+        }
+        // First of all, because it shows whether the counts fit.
+        let freed = self.write_blocks(&blocks).await?;
+        let mut bytes = vec![0; usize::try_from(table.len()).expect("at most 8 MiB")];
+        for (index, at) in self.table.iter().enumerate() {
+            put64(&mut bytes, index * 8, *at);
+        }
+        for (index, place) in &blocks {
+            put64(&mut bytes, index * 8, self.at(*place).bytes());
+        }
+        self.writes.push((table.start(), bytes));
+        self.header.set_refcount_table(table);
+        for TableCopy { from, to, flags } in std::mem::take(&mut self.copies) {
+            let table = self.copied(from, flags).await?;
+            self.image.write(to, Buffer::copy_of(&table)).await.context(|| "can't write an L2 table")?;
+            yield_now().await;
+        }
+        for (at, bytes) in std::mem::take(&mut self.writes) {
+            self.image.write(at, Buffer::copy_of(&bytes)).await.context(|| "can't write a table")?;
+        }
+        Ok(freed)
+    }
+
+    /// The bytes of a copy.
+    async fn copied(&mut self, from: ImageOffset, flags: Flags) -> Result<Vec<u8>> {
+        let mut table = read_table(&self.header, self.image, from).await?.to_vec();
+        let entries: Vec<(usize, u64, ClusterState)> =
+            entries_in(Entries::of(&self.header), &table).collect::<Result<_>>()?;
+        for (at, word, state) in entries {
+            let is_sole = match (flags, state) {
+                (_, ClusterState::Compressed(_)) => None,
+                (Flags::Clear, ClusterState::Plain(_)) => Some(false),
+                (Flags::ByCount, state) => self.is_sole(state).await?,
+            };
+            match is_sole {
+                Some(true) => put64(&mut table, at, word | COPIED),
+                Some(false) => put64(&mut table, at, word & !COPIED),
+                None => {}
+            }
+        }
+        Ok(table)
+    }
+
+    /// Places for the blocks that change, and for the table.
+    async fn place_refcounts(&mut self) -> Result<(BTreeMap<usize, u64>, ImageSpan)> {
+        self.drop_table(self.old_table);
+        let changed: BTreeSet<usize> =
+            self.plus.each().chain(self.minus.each()).map(|cluster| self.block_of(cluster)).collect();
+        let mut todo: Vec<usize> = changed.into_iter().collect();
+        let mut blocks = BTreeMap::new();
+        let mut table: Option<Range<u64>> = None;
+        loop {
+            while let Some(index) = todo.pop() {
+                if blocks.contains_key(&index) {
+                    continue;
+                }
+                let place = self.take(1).await?;
+                self.own.insert(place);
+                blocks.insert(index, place);
+                todo.push(self.block_of(place));
+                if let Some(old) = self.table.get(index).copied().filter(|at| *at != 0) {
+                    self.minus.add(self.number(ImageOffset::new(old)), 1);
+                    todo.push(self.block_of(self.number(ImageOffset::new(old))));
+                }
+            }
+            let last = blocks.last_key_value().map_or(0, |(index, _)| index + 1);
+            let needed = self.cluster.count_for(last.max(self.table.len()) as u64 * 8);
+            if needed << self.cluster.shift() > REFCOUNT_TABLE_BYTES_MAX.max(self.cluster.bytes()) {
+                let why = "the image has reached the largest size that its refcount table allows";
+                return Err(Error::new(ErrorKind::NoSpace, why));
+            }
+            match table {
+                Some(clusters) if clusters.end - clusters.start >= needed => {
+                    let len = (clusters.end - clusters.start) << self.cluster.shift();
+                    return Ok((blocks, self.at(clusters.start).span(len)));
+                }
+                before => {
+                    before.into_iter().flatten().for_each(|cluster| _ = self.own.remove(&cluster));
+                    let first = self.take(needed).await?;
+                    self.own.extend(first..first + needed);
+                    todo.extend((first..first + needed).map(|cluster| self.block_of(cluster)));
+                    table = Some(first..first + needed);
+                }
+            }
+        }
+    }
+
+    /// Writes the blocks that change. Returns the clusters that become free.
+    async fn write_blocks(&self, blocks: &BTreeMap<usize, u64>) -> Result<Vec<Range<u64>>> {
+        let (order, per_block) = (self.header.refcount_order, self.per_block());
+        let mut freed: Vec<Range<u64>> = Vec::new();
+        for (index, place) in blocks {
+            let mut bytes = self.block(*index).await?;
+            let first = *index as u64 * per_block;
+            let none = vec![0; bytes.len()];
+            let groups = busy_groups(first, &none, order, [&self.plus, &self.minus]);
+            let named = groups.into_iter().flat_map(|group| group..group + GROUP as u64);
+            let changed: BTreeSet<u64> =
+                named.chain(self.own.range(first..first + per_block).copied()).collect();
+            for cluster in changed {
+                let old = refcount::read(&bytes, order, cluster - first);
+                let new = self.count_of(cluster, old)?;
+                refcount::write(&mut bytes, order, cluster - first, new);
+                if old > 0 && new == 0 {
+                    match freed.last_mut() {
+                        Some(last) if last.end == cluster => last.end += 1,
+                        _ => freed.push(cluster..cluster + 1),
+                    }
+                }
+            }
+            let context = || "can't write refcounts";
+            self.image.write(self.at(*place), Buffer::copy_of(&bytes)).await.context(context)?;
+            yield_now().await;
+        }
+        Ok(freed)
+    }
+
+    /// Gives the space of clusters that are free now back to the host, where that is cheap.
+    async fn punch(&self, freed: Vec<Range<u64>>) {
+        if !self.image.limits().fast_zeroes {
+            return;
+        }
+        let end = self.image.len();
+        for run in freed {
+            let mut rest = self.at(run.start).span((run.end - run.start) << self.cluster.shift());
+            while !rest.is_empty() && rest.start().bytes() < end {
+                let (now, later) = rest.split_at(PUNCHED_AT_ONCE);
+                let now = ImageSpan::between(now.start(), now.end().min(ImageOffset::new(end)));
+                if self.image.write_zeroes(now, Zeroes::MayUnmap).await.is_err() {
+                    return;
+                }
+                rest = later;
+            }
+        }
+    }
+}

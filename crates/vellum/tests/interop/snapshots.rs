@@ -1,0 +1,327 @@
+//! Internal snapshots, made, reverted to, deleted and renamed by Vellum and by QEMU in turns, with writes and discards by
+//! both in between. After every step QEMU's check has nothing to say, and QEMU and Vellum read the disk and each snapshot
+//! as the model has them.
+
+use std::path::Path;
+
+use vellum_core::Random;
+
+use super::support::client::Client;
+use super::support::dir::Dir;
+use super::support::program::{qemu_dump, qemu_io, run, succeed, vellum};
+use super::support::server::Server;
+use super::support::{patchy, scale};
+use super::{report, requires};
+
+const SIZE: usize = 1 << 20;
+/// Steps with one image.
+const STEPS: usize = 36;
+
+/// How an image is made, of the raw disk `disk`.
+struct Kind {
+    name: &'static str,
+    make: &'static [&'static str],
+    has_backing: bool,
+}
+
+const KINDS: [Kind; 9] = [
+    Kind { name: "qcow2", make: &["-o", "cluster_size=64k"], has_backing: false },
+    Kind { name: "small clusters", make: &["-o", "cluster_size=512"], has_backing: false },
+    Kind { name: "large clusters", make: &["-o", "cluster_size=256k"], has_backing: false },
+    Kind {
+        name: "8 bits, subclusters",
+        make: &["-o", "cluster_size=16k,extended_l2=on,refcount_bits=8"],
+        has_backing: false,
+    },
+    Kind {
+        name: "64 bits, lazy",
+        make: &["-o", "cluster_size=4k,refcount_bits=64,lazy_refcounts=on"],
+        has_backing: false,
+    },
+    Kind { name: "version 2", make: &["-o", "cluster_size=4k,compat=0.10"], has_backing: false },
+    Kind { name: "compressed", make: &["-c", "-o", "cluster_size=4k"], has_backing: false },
+    Kind { name: "over a base", make: &["-o", "cluster_size=4k"], has_backing: true },
+    Kind { name: "with a journal", make: &["-o", "cluster_size=4k"], has_backing: false },
+];
+
+struct Subject<'a> {
+    kind: &'a Kind,
+    dir: Dir,
+    image: String,
+    disk: Vec<u8>,
+    /// In the order of the table.
+    snapshots: Vec<(String, Vec<u8>)>,
+}
+
+impl Subject<'_> {
+    fn new(kind: &Kind) -> Subject<'_> {
+        let dir = Dir::new("snapshots");
+        let (raw, image) = (dir.text("disk.raw"), dir.text("disk.qcow2"));
+        let disk = patchy(SIZE, 5);
+        std::fs::write(&raw, &disk).expect("the disk");
+        if kind.has_backing {
+            let options =
+                [&["create", "-q", "-f", "qcow2"][..], kind.make, &["-b", &raw, "-F", "raw", &image]]
+                    .concat();
+            succeed("qemu-img", &options);
+        } else {
+            let options = [&["convert", "-f", "raw", "-O", "qcow2"][..], kind.make, &[&raw, &image]].concat();
+            succeed("qemu-img", &options);
+        }
+        if kind.name == "with a journal" {
+            vellum(&["journal", "enable", &image]).answer();
+        }
+        Subject { kind, dir, image, disk, snapshots: Vec::new() }
+    }
+
+    fn write_with_qemu(&mut self, random: &mut Random) {
+        let mut commands = Vec::new();
+        for _ in 0..1 + random.index(4) {
+            let at = random.index(SIZE / 512) * 512;
+            let len = (512 * (1 + random.index(120))).min(SIZE - at);
+            let stamp = u8::try_from(1 + random.index(250)).expect("a byte");
+            match random.index(4) {
+                0 => {
+                    commands.push(format!("write -z {at} {len}"));
+                    self.disk[at..at + len].fill(0);
+                }
+                _ => {
+                    commands.push(format!("write -P {stamp} {at} {len}"));
+                    self.disk[at..at + len].fill(stamp);
+                }
+            }
+        }
+        qemu_io(&["-f", "qcow2", &self.image], &commands);
+    }
+
+    fn write_with_vellum(&mut self, random: &mut Random) {
+        let server = Server::start(&["-f", "qcow2", &self.image]);
+        let mut client = Client::connect(&server.peer(), "").expect("the export");
+        for _ in 0..1 + random.index(6) {
+            let at = random.index(SIZE / 512) * 512;
+            let len = (512 * (1 + random.index(120))).min(SIZE - at);
+            match random.index(4) {
+                0 => {
+                    client.zero(at as u64, u32::try_from(len).expect("short"), 0).expect("zeros");
+                    self.disk[at..at + len].fill(0);
+                }
+                // What is discarded reads as zero or as before, and below a backing image as zero.
+                1 => {
+                    client.trim(at as u64, u32::try_from(len).expect("short")).expect("a discard");
+                    let now = client.read(at as u64, u32::try_from(len).expect("short")).expect("a read");
+                    self.disk[at..at + len].copy_from_slice(&now);
+                }
+                _ => {
+                    random.fill(&mut self.disk[at..at + len]);
+                    client.write(at as u64, &self.disk[at..at + len], 0).expect("a write");
+                }
+            }
+        }
+        client.flush().expect("a flush");
+        client.disconnect();
+        assert_eq!(server.stop().code, 0);
+    }
+
+    fn one(&self, random: &mut Random) -> usize {
+        random.index(self.snapshots.len())
+    }
+
+    /// Does something, and says what.
+    fn step(&mut self, number: usize, random: &mut Random) -> String {
+        let image = self.image.clone();
+        let choice = if self.snapshots.is_empty() { random.index(4) } else { random.index(11) };
+        match choice {
+            0 => {
+                self.write_with_qemu(random);
+                "QEMU writes".to_owned()
+            }
+            1 | 9 | 10 => {
+                self.write_with_vellum(random);
+                "Vellum writes".to_owned()
+            }
+            2 | 3 if self.snapshots.len() < 7 => {
+                let name = format!("s{number}");
+                match choice {
+                    2 => succeed("qemu-img", &["snapshot", "-c", &name, &image]),
+                    _ if random.one_in(2) => vellum(&["snapshot", "create", &image, &name]).answer(),
+                    _ => vellum(&["snapshot", "-q", "-c", &name, &image]).answer(),
+                };
+                self.snapshots.push((name.clone(), self.disk.clone()));
+                format!("{choice} creates {name}")
+            }
+            2..=5 => {
+                let (name, content) = self.snapshots[self.one(random)].clone();
+                match choice {
+                    4 => succeed("qemu-img", &["snapshot", "-a", &name, &image]),
+                    _ if random.one_in(2) => vellum(&["snapshot", "revert", &image, &name]).answer(),
+                    _ => vellum(&["snapshot", "-a", &name, &image]).answer(),
+                };
+                self.disk = content;
+                format!("{choice} reverts to {name}")
+            }
+            6 | 7 => {
+                let index = self.one(random);
+                let (name, _) = self.snapshots.remove(index);
+                match choice {
+                    6 => succeed("qemu-img", &["snapshot", "-d", &name, &image]),
+                    _ if random.one_in(2) => vellum(&["snapshot", "delete", &image, &name]).answer(),
+                    _ => vellum(&["snapshot", "-d", &name, &image]).answer(),
+                };
+                format!("{choice} deletes {name}")
+            }
+            _ => {
+                let (index, new) = (self.one(random), format!("r{number}"));
+                let name = std::mem::replace(&mut self.snapshots[index].0, new.clone());
+                vellum(&["snapshot", "rename", &image, &name, &new]).answer();
+                format!("{name} becomes {new}")
+            }
+        }
+    }
+
+    #[track_caller]
+    fn judge(&self, is_thorough: bool, when: &str) {
+        let when = format!("{}, {when}", self.kind.name);
+        let checked = run("qemu-img", &["check", "-f", "qcow2", &self.image]);
+        assert!(checked.code == 0, "{when}: {checked:?}");
+        let path = Path::new(&self.image);
+        assert!(qemu_dump(path, "qcow2", None) == self.disk, "{when}: the disk, to QEMU");
+        let listed = vellum(&["snapshot", "list", "--output", "json", &self.image]).json();
+        let names: Vec<&str> = self.snapshots.iter().map(|(name, _)| name.as_str()).collect();
+        let listed: Vec<&str> = listed
+            .as_array()
+            .expect("a list")
+            .iter()
+            .map(|one| one["name"].as_str().expect("a name"))
+            .collect();
+        assert_eq!(listed, names, "{when}");
+        if !is_thorough {
+            return;
+        }
+        for (name, content) in &self.snapshots {
+            assert!(qemu_dump(path, "qcow2", Some(name)) == *content, "{when}: {name}, to QEMU");
+            let raw = self.dir.text("ours.raw");
+            vellum(&["convert", "-q", "-l", name, "-O", "raw", &self.image, &raw]).answer();
+            assert!(std::fs::read(&raw).expect("a copy") == *content, "{when}: {name}, to Vellum");
+        }
+        assert_eq!(vellum(&["check", &self.image]).code, 0, "{when}: our check");
+        let theirs = run("qemu-img", &["info", "--output=json", &self.image]).json();
+        let ours = vellum(&["info", "--output", "json", &self.image]).json();
+        assert_eq!(ours["snapshots"], theirs["snapshots"], "{when}");
+    }
+}
+
+#[test]
+fn both_programs_change_the_snapshots_in_turns() {
+    requires!("qemu-img", "qemu-io");
+    let (mut steps, mut seen) = (0, 0);
+    for kind in &KINDS {
+        for seed in 0..scale() as u64 {
+            let mut random = Random::from_seed(seed + 11);
+            let mut subject = Subject::new(kind);
+            for number in 0..STEPS {
+                let done = subject.step(number, &mut random);
+                let is_last = number + 1 == STEPS;
+                subject.judge(is_last || number % 4 == 3, &format!("seed {seed}, step {number}: {done}"));
+                steps += 1;
+                seen += subject.snapshots.len();
+            }
+        }
+    }
+    report(&format!("{steps} steps with {} kinds of image, {seen} snapshots, 0 differences", KINDS.len()));
+}
+
+/// The machine's state lies behind the disk. QEMU writes it, and finds it after all that Vellum does.
+#[test]
+fn the_state_of_a_machine_is_kept() {
+    requires!("qemu-img", "qemu-io");
+    let dir = Dir::new("machine-state");
+    let image = dir.text("disk.qcow2");
+    let io = |commands: &[&str]| {
+        qemu_io(
+            &["-f", "qcow2", &image],
+            &commands.iter().map(|command| (*command).to_owned()).collect::<Vec<_>>(),
+        )
+    };
+    for options in ["cluster_size=64k", "cluster_size=4k,extended_l2=off,refcount_bits=8"] {
+        succeed("qemu-img", &["create", "-q", "-f", "qcow2", "-o", options, &image, "3M"]);
+        io(&["write -P 1 0 1M", "write -b -P 77 0 300k"]);
+        succeed("qemu-img", &["snapshot", "-c", "machine", &image]);
+        vellum(&["snapshot", "create", &image, "ours"]).answer();
+        io(&["write -P 2 0 2M", "write -b -P 78 0 300k"]);
+        vellum(&["snapshot", "create", &image, "more"]).answer();
+        vellum(&["snapshot", "delete", &image, "ours"]).answer();
+        vellum(&["snapshot", "revert", &image, "machine"]).answer();
+        io(&["read -P 1 0 1M", "read -P 0 1M 2M"]);
+        vellum(&["snapshot", "rename", &image, "machine", "kept"]).answer();
+        vellum(&["snapshot", "delete", &image, "more"]).answer();
+        succeed("qemu-img", &["check", &image]);
+        succeed("qemu-img", &["snapshot", "-a", "kept", &image]);
+        io(&["read -b -P 77 0 300k", "read -P 1 0 1M"]);
+        succeed("qemu-img", &["check", &image]);
+    }
+}
+
+/// A snapshot keeps the size of its disk.
+#[test]
+fn a_snapshot_of_another_size_is_reverted_to() {
+    requires!("qemu-img", "qemu-io");
+    let dir = Dir::new("sizes");
+    let image = dir.text("disk.qcow2");
+    succeed("qemu-img", &["create", "-q", "-f", "qcow2", "-o", "cluster_size=4k", &image, "1M"]);
+    qemu_io(&["-f", "qcow2", &image], &["write -P 1 0 1M".to_owned()]);
+    vellum(&["snapshot", "create", &image, "small"]).answer();
+    // One L2 table maps 2 MiB, and a cluster of L1 entries 1 GiB.
+    succeed("qemu-img", &["resize", "-q", &image, "3G"]);
+    qemu_io(&["-f", "qcow2", &image], &["write -P 2 2G 1M".to_owned()]);
+    vellum(&["snapshot", "create", &image, "large"]).answer();
+    for (name, size, reads) in [
+        ("small", 1_u64 << 20, "read -P 1 0 1M"),
+        ("large", 3 << 30, "read -P 2 2G 1M"),
+        ("small", 1 << 20, "read -P 1 0 1M"),
+    ] {
+        vellum(&["snapshot", "revert", &image, name]).answer();
+        let info = run("qemu-img", &["info", "--output=json", &image]).json();
+        assert_eq!(info["virtual-size"], size, "{name}");
+        qemu_io(&["-f", "qcow2", &image], &[reads.to_owned()]);
+        succeed("qemu-img", &["check", &image]);
+    }
+    vellum(&["snapshot", "delete", &image, "large"]).answer();
+    succeed("qemu-img", &["check", &image]);
+}
+
+/// The image is closed, changed and opened again while clients are connected.
+#[test]
+fn the_snapshots_of_a_served_disk_change_while_clients_are_connected() {
+    requires!("qemu-img");
+    let dir = Dir::new("served-snapshots");
+    let (image, place) = (dir.text("disk.qcow2"), Dir::short());
+    let socket = place.text("control");
+    vellum(&["create", "-q", "-f", "qcow2", &image, "4M"]).answer();
+    let server = Server::start(&["--control", &socket, &image]);
+    let ask =
+        |verb: &str, rest: &[&str]| vellum(&[&["snapshot", verb, "--control", &socket][..], rest].concat());
+    let mut client = Client::connect(&server.peer(), "").expect("the export");
+    for (stamp, name) in [(1_u8, "one"), (2, "two"), (3, "three")] {
+        client.write(0, &vec![stamp; 1 << 20], 0).expect("a write");
+        ask("create", &[name]).answer();
+        assert_eq!(client.read(4096, 512).expect("a read"), [stamp; 512]);
+    }
+    client.write(0, &vec![4; 1 << 20], 0).expect("a write");
+    ask("rename", &["two", "second"]).answer();
+    ask("delete", &["one"]).answer();
+    let listed = ask("list", &["--output", "json"]).json();
+    assert_eq!((&listed[0]["name"], &listed[1]["name"]), (&"second".into(), &"three".into()), "{listed}");
+    assert_eq!((&listed[0]["vm-state-size"], &listed[0]["id"]), (&0.into(), &"2".into()), "{listed}");
+    let refused = ask("revert", &["second"]);
+    assert!(refused.code == 1 && refused.err.contains("disconnect"), "{refused:?}");
+    client.disconnect();
+    ask("revert", &["second"]).answer();
+    let mut client = Client::connect(&server.peer(), "").expect("the export");
+    assert_eq!(client.read(4096, 512).expect("a read"), [2; 512]);
+    client.write(1 << 20, &[5; 512], 0).expect("a write");
+    client.disconnect();
+    assert_eq!(server.stop().code, 0);
+    succeed("qemu-img", &["check", &image]);
+    let third = qemu_dump(Path::new(&image), "qcow2", Some("three"));
+    assert!(third[..1 << 20].iter().all(|byte| *byte == 3) && third[1 << 20..].iter().all(|byte| *byte == 0));
+}

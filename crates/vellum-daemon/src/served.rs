@@ -507,11 +507,7 @@ impl Served {
                 "a change of it was interrupted, and it was not closed; it is recovered when it is next opened",
             ),
             Some(chain) => match self.close_for_good(chain).await {
-                Err(error) if !self.how.is_durable && self.disk_is_written() => {
-                    let path = self.path.display();
-                    let why = format!("{path}: writes that were acknowledged but not flushed may be missing");
-                    Err(error.context(why))
-                }
+                Err(error) if self.disk_is_written() => Err(self.not_closed(error, chain)),
                 closed => closed,
             },
             None => failed(

@@ -88,8 +88,8 @@ pub enum Bug {
     TableAnewThoughWritten,
     /// A table that is first read while it is being written is believed.
     ChangeUnderWayForgotten,
-    /// Tables keep their name while their image is open for writing, so an unclean end leaves them believed.
-    NameLeftToTables,
+    /// Tables, and what is cached of a file, keep their name while it is open for writing, so an unclean end leaves them believed.
+    NameLeft,
     /// A write of a table that an earlier opening has left on flash, and that this one has not read, is not noticed.
     TablesUnknownAtOpening,
     /// A clean close names tables together with what was written since flash has got them.
@@ -141,7 +141,7 @@ impl Bug {
         Self::TableKeptThoughWritten,
         Self::TableAnewThoughWritten,
         Self::ChangeUnderWayForgotten,
-        Self::NameLeftToTables,
+        Self::NameLeft,
         Self::TablesUnknownAtOpening,
         Self::TablesNamedThoughWritten,
         Self::TablesNamedUnflushed,

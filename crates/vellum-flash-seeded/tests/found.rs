@@ -10,6 +10,7 @@ use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use common::explorer::{Counts, Setup, explore};
+use common::named::{Counts as FileCounts, explore as explore_files};
 use common::tables::explore as explore_tables;
 use vellum_flash::sabotage::{Bug, put_in};
 
@@ -142,7 +143,7 @@ const OF_TABLES: [Bug; 7] = [
     Bug::TableKeptThoughWritten,
     Bug::TableAnewThoughWritten,
     Bug::ChangeUnderWayForgotten,
-    Bug::NameLeftToTables,
+    Bug::NameLeft,
     Bug::TablesUnknownAtOpening,
     Bug::TablesNamedThoughWritten,
     Bug::TablesNamedUnflushed,
@@ -168,4 +169,14 @@ fn mistakes_with_tables() {
         let what = found.unwrap_or_else(|| panic!("{bug:?} was not found in {states} states"));
         eprintln!("{bug:?}: found after {states} states: {what}");
     }
+}
+
+/// The one of them that files without a session can have too.
+#[test]
+fn a_file_that_keeps_its_name() {
+    put_in(Some(Bug::NameLeft));
+    let mut counts = FileCounts::default();
+    let found = (0..60u64).find_map(|seed| explore_files(64, seed, &mut counts).err());
+    put_in(None);
+    assert!(found.is_some(), "NameLeft was not found: {counts:?}");
 }

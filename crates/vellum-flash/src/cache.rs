@@ -51,6 +51,10 @@ impl FlashCache {
             storage,
             id,
             layout: state.layout,
+            windows: state.windows.clone(),
+            reserves: Mutex::default(),
+            wanted: Mutex::default(),
+            has_tasks: AtomicBool::new(false),
             options,
             state: Mutex::new(state),
             epochs: Epochs::default(),
@@ -201,8 +205,9 @@ impl FlashCache {
 
     // Room.
 
-    /// Gets room in the slice of a part: clean blocks leave it, or blocks of it go home: the disk's own, or those of
-    /// another one that is not in trouble, and whose home is not being written already. Those are not waited for.
+    /// Gets room in the slice of a part: clean blocks leave it, or blocks of it go home: the disk's own, or those of others that
+    /// are not in trouble. Where the background gives each disk a task of its own, theirs write them home, and the first of
+    /// them that is done ends the wait: a home that does not answer is waited for only where there is no other.
     pub(crate) async fn make_part_room(&self, own: &Home, part: u32) -> Result<()> {
         self.stop.check()?;
         let listener = self.freed.listen();
@@ -223,16 +228,21 @@ impl FlashCache {
                 };
             }
             let Some(home) = lock(&self.disks).get(&key.row()).and_then(Weak::upgrade) else { continue };
-            if home.writing_back.try_lock().is_none() {
-                is_busy |= lock(&home.trouble).is_none();
-            } else if lock(&home.trouble).is_none() {
-                // Its error is its own: the next look passes it over.
-                let written = home.write_back_from(key.block()).await;
-                return match home.noting(written) {
-                    Ok(0) => Err(part_is_full(self.name())),
-                    _ => Ok(()),
-                };
+            if lock(&home.trouble).is_some() {
+                continue;
             }
+            let is_free = home.writing_back.try_lock().is_some();
+            if !is_free || self.has_tasks.load(Ordering::Relaxed) {
+                is_busy = true;
+                lock(&self.wanted).insert(key.row(), key.block());
+                continue;
+            }
+            // Its error is its own: the next look passes it over.
+            let written = home.write_back_from(key.block()).await;
+            return match home.noting(written) {
+                Ok(0) => Err(part_is_full(self.name())),
+                _ => Ok(()),
+            };
         }
         if !is_busy {
             return Err(part_is_full(self.name()));
@@ -247,6 +257,8 @@ impl FlashCache {
         if disks.get(&home.row).is_some_and(|known| std::ptr::eq(known.as_ptr(), home)) {
             disks.remove(&home.row);
             lock(&self.rooms).remove(&home.row);
+            self.set_reserve(home.row, false);
+            lock(&self.wanted).remove(&home.row);
         }
     }
 

@@ -16,9 +16,12 @@
 
 mod begin;
 mod masked;
+mod named;
 mod read;
 mod through;
 mod write;
+
+pub(crate) use named::TICK;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -139,6 +142,7 @@ impl Home {
                 self.cache.commit().await
             }
             FlashPolicy::WriteThrough => self.flush_through().await,
+            FlashPolicy::ReadOnly | FlashPolicy::Off if self.drawn.is_some() => self.flush_through().await,
             FlashPolicy::ReadOnly | FlashPolicy::Off => self.disk.flush().await,
         }
     }
@@ -169,6 +173,7 @@ impl Home {
         drop(std::mem::take(&mut *lock(&self.below)));
         self.cache.forget_home(self);
         let home = self.disk.close().await;
+        self.has_ended_well.store(flash.is_ok() && home.is_ok(), Ordering::Release);
         flash.and(home)
     }
 }

@@ -381,6 +381,16 @@ impl Map {
         part.entry(self.layout.secret, part.groups.at(place).expect("just found"), key)
     }
 
+    /// The same, and the block counts as seen.
+    pub(crate) fn get_seen(&mut self, key: Key) -> Option<Entry> {
+        let secret = self.layout.secret;
+        let part = &mut self.parts[self.layout.part_of(key) as usize];
+        let place = part.groups.find(secret, key.group().bits())?;
+        let entry = part.entry(secret, part.groups.at(place).expect("just found"), key)?;
+        part.groups.at_mut(place)[SEEN] |= 1 << key.index();
+        Some(entry)
+    }
+
     /// Which blocks of the group of this key are cached.
     pub(crate) fn group(&self, key: Key) -> Option<GroupBits> {
         self.find_group(key).map(bits_of)

@@ -23,11 +23,12 @@
 
 mod known;
 
+pub(crate) use known::Room;
+
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
 use vellum_core::pin::Proof;
 use vellum_core::{
@@ -37,7 +38,7 @@ use vellum_core::{
 };
 
 use self::known::{Known, Source};
-use crate::disk::{FlashDisk, count};
+use crate::disk::{FlashDisk, TICK, count};
 use crate::layout::{BLOCK_BYTES, BLOCK_LEN, BLOCKS_MAX, Key, ROWS_MAX, SECTOR_BYTES};
 use crate::options::{DiskOptions, FlashPolicy};
 use crate::record::Row;
@@ -47,8 +48,6 @@ use crate::shared::FlashCache;
 const WINDOW_BYTES_MAX: u64 = 64 << 10;
 /// Only what lies before this is cached.
 const SIZE: u64 = 1 << 59;
-/// Longer than a tick of any host's clock: a change after this has another time than one before it.
-const TICK: Duration = Duration::from_millis(20);
 
 /// The last bytes of what identifies a row of tables.
 const MARK: [u8; 6] = *b"tables";
@@ -139,7 +138,7 @@ impl FlashCache {
         let name = name.map(number_of);
         let disk = match name.filter(|_| !is_written) {
             Some(name) => name,
-            None => self.unname(name).await?,
+            None => self.unname(name, || number_of(self.draw_number().to_be_bytes())).await?,
         };
         if lock(&self.disks).len() > OPEN_ROWS_MAX {
             let why = format!("{}: the rows that are left are for disks", self.name());
@@ -151,7 +150,7 @@ impl FlashCache {
             DiskOptions { disk, home, sessions: None, policy: FlashPolicy::ReadOnly, trusts_home: true };
         let disk = self.open_disk(disk).await?;
         let window_bytes = table_bytes.clamp(BLOCK_BYTES, WINDOW_BYTES_MAX);
-        let mut known = Known::new(window_bytes);
+        let mut known = Known::new(window_bytes, self.windows.clone());
         if is_written {
             let keys = self.state().map.keys_between(Key::new(disk.home.row, 0), BLOCKS_MAX);
             for key in keys {
@@ -171,27 +170,6 @@ impl FlashCache {
             lookups: Arc::default(),
             tally: Tally::default(),
         }))
-    }
-
-    /// From here on no row has this name. Returns the number of the one that had it, or of none.
-    async fn unname(&self, name: Option<u128>) -> Result<u128> {
-        let draw = || number_of(self.draw_number().to_be_bytes());
-        let drawn = draw();
-        let Some(name) = name else { return Ok(drawn) };
-        let rows: Vec<Row> = {
-            let state = self.state();
-            state.ledger.rows.values().filter(|row| row.disk == name).copied().collect()
-        };
-        for (index, row) in rows.iter().enumerate() {
-            // One that is open is left to whoever has it open, and found by nobody else.
-            let is_ours = index == 0 && !self.is_row_open(row.number);
-            let disk = if is_ours { drawn } else { draw() };
-            self.state().set_row(Row { disk, ..*row });
-        }
-        if !rows.is_empty() {
-            self.commit_all().await?; // commit point
-        }
-        Ok(drawn)
     }
 }
 

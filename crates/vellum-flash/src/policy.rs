@@ -76,6 +76,11 @@ pub(crate) trait Policy: Debug + Send {
     /// The block, which is cached, was used. `is_new`: it has just been put in.
     fn used(&mut self, map: &mut Map, key: Key, is_new: bool);
 
+    /// Whether a use of a block that is not new means more than that the map's bit *seen* is set.
+    fn orders_uses(&self) -> bool {
+        false
+    }
+
     /// The block, which is cached, is less worth than any other: what lies over it hides it.
     fn demoted(&mut self, map: &mut Map, key: Key);
 
@@ -191,6 +196,10 @@ impl Lru {
 }
 
 impl Policy for Lru {
+    fn orders_uses(&self) -> bool {
+        true
+    }
+
     fn used(&mut self, map: &mut Map, key: Key, _: bool) {
         map.set_seen(key, true);
         if let Some(number) = self.node_of(key) {

@@ -11,7 +11,7 @@
 //!    alone. So no home can hold it up.
 //! 3. Write-back is waited for by callers of one disk alone, and they alone get its error. It is that disk's own, as long
 //!    as the disk has anything to write home.
-//! 4. Each open disk has a reserve (rule 6 of `state`). Within it a disk needs no other home.
+//! 4. Each open disk in write-back has a reserve (rule 2 of `promises`). Within it a disk needs no other home.
 //! 5. Only what was dirty before a disk was opened can be in the way of its reserve. Then blocks of others go home, of
 //!    disks without trouble alone; without any, the error says which disks have the slots.
 
@@ -66,9 +66,18 @@ impl FlashCache {
         }
     }
 
-    /// The rows of the disks that are open.
+    /// The rows of the open disks that may get dirty blocks. What is only read, or written through, has no reserve.
     pub(crate) fn open_rows(&self) -> SmallVec<[u16; 8]> {
-        lock(&self.disks).keys().copied().collect()
+        lock(&self.reserves).iter().copied().collect()
+    }
+
+    /// The disk of this row has a reserve from now on, or none.
+    pub(crate) fn set_reserve(&self, row: u16, has_one: bool) {
+        let mut reserves = lock(&self.reserves);
+        match has_one {
+            true => reserves.insert(row),
+            false => reserves.remove(&row),
+        };
     }
 
     fn short_of(&self, row: u16, need: Need) -> Option<Short> {

@@ -15,6 +15,7 @@ use vellum_format::commit::{Epochs, GroupCommit};
 
 use crate::claims::{Claims, Watch};
 use crate::layout::Layout;
+use crate::metadata::Room;
 use crate::options::{FlashOptions, FlashPolicy};
 use crate::session::{CacheId, Sessions};
 use crate::state::State;
@@ -56,6 +57,10 @@ pub struct FlashCache {
     pub(crate) rooms: Mutex<BTreeMap<u16, Arc<GroupCommit>>>,
     /// Rows whose disks are being tended, each by a task of its own.
     pub(crate) tended: Mutex<BTreeSet<u16>>,
+    /// Blocks that others need room of: the tasks of their disks write them home first.
+    pub(crate) wanted: Mutex<BTreeMap<u16, u64>>,
+    /// The background gives each disk a task of its own.
+    pub(crate) has_tasks: AtomicBool,
     /// A disk that was tended has more to do.
     pub(crate) has_more: AtomicBool,
     /// Changes of slots that have ended, and how many of them a flush covers.
@@ -77,6 +82,10 @@ pub struct FlashCache {
     pub(crate) publishing: async_lock::Mutex<()>,
     /// Bytes that were read and wait for slots.
     pub(crate) fetched_bytes: AtomicU64,
+    /// What may be known of the tables of images.
+    pub(crate) windows: Arc<Room>,
+    /// Rows of open disks that may get dirty blocks: each has a reserve.
+    pub(crate) reserves: Mutex<BTreeSet<u16>>,
     pub(crate) pace: Mutex<Pace>,
     pub(crate) trims: Mutex<TrimPace>,
 }
@@ -127,6 +136,10 @@ pub(crate) struct Home {
     pub(crate) has_begun: AtomicBool,
     /// `DiskOptions::trusts_home`.
     pub(crate) trusts_home: bool,
+    /// What names the row of a disk that was opened with `open_file`, as long as it is open.
+    pub(crate) drawn: Option<u128>,
+    /// It was closed, and nothing of the close failed.
+    pub(crate) has_ended_well: AtomicBool,
     /// Flash has failed under writethrough, and nothing of it counts for the disk any more.
     pub(crate) is_alone: AtomicBool,
     /// A flush of home has failed under writethrough.

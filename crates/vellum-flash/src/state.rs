@@ -23,12 +23,14 @@ mod rows;
 mod written;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
 
 use vellum_core::{Error, Result};
 use vellum_format::commit::{Epochs, Ring};
 
 use crate::layout::{Key, Layout, SECTORS_ALL, Slot};
 use crate::map::{self, Changed, Map};
+use crate::metadata::Room;
 use crate::open::{Change, Open, Share};
 use crate::policy::{Policy, Replacement};
 use crate::record::{Checks, Item, Record};
@@ -124,6 +126,8 @@ pub(crate) struct State {
     /// The writers in the regions that count as written.
     uses: Uses,
     budget: Budget,
+    /// What may be known of the tables of images.
+    pub(crate) windows: Arc<Room>,
 }
 
 /// What a recovery, or a creation, begins with.
@@ -173,6 +177,7 @@ impl State {
             undecided: BTreeSet::new(),
             uses: Uses::default(),
             budget: Budget::default(),
+            windows: Arc::new(Room::of_slots(u64::from(layout.slots))),
         };
         let fetched = crate::options::FETCHED_BYTES_USUAL as u64;
         state.limit_memory(None, fetched, Replacement::default()).expect("the usual budget is enough");
@@ -218,6 +223,17 @@ impl State {
             None if self.ledger.zeros.is_empty() || self.ledger.zeros.get(key).is_none() => Found::Home,
             None => Found::Zero,
         }
+    }
+
+    /// The same for a block that is read: a slot counts as used.
+    pub(crate) fn find_used(&mut self, key: Key) -> Found {
+        let Some(map::Entry { slot, sectors, dirty }) = self.map.get_seen(key) else {
+            return self.find(key);
+        };
+        if self.policy.orders_uses() {
+            self.note_use(key);
+        }
+        Found::Slot { slot, sectors, dirty }
     }
 
     /// Whether a recovery would find what the map says of the block.

@@ -9,7 +9,8 @@
 //! 1. What is done for all waits for flash alone.
 //! 2. A disk is tended once at a time, and waits for no other. A server gives each step a task of its own
 //!    ([`FlashCache::tend_with`]), so that a home which does not answer holds up nothing else.
-//! 3. What was read of a disk that does not answer makes way when the memory for it is short.
+//! 3. What others need room of goes home before anything else.
+//! 4. What was read of a disk that does not answer makes way when the memory for it is short.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -72,6 +73,11 @@ impl Tended {
     /// True when there is more to do at once.
     async fn step(mut self, round: Round) -> bool {
         let home = self.home.clone();
+        let wanted = lock(&home.cache.wanted).remove(&home.row);
+        if let Some(block) = wanted {
+            let _written = home.noting(home.write_back_from(block).await);
+            home.cache.freed.notify(usize::MAX);
+        }
         let mut has_more = home.admit_some().await;
         if let Some(until) = round.settles
             && home.policy() == FlashPolicy::WriteThrough
@@ -114,6 +120,7 @@ impl FlashCache {
     /// The same, but it waits for no home: each disk's part is given to `spawn`, which runs it to its end. A disk whose
     /// part has not ended is left alone. True when parts that have ended since the last time have more to do.
     pub async fn tend_with(&self, now: Duration, spawn: &dyn Fn(LocalFuture<'static, ()>)) -> bool {
+        self.has_tasks.store(true, Ordering::Relaxed);
         if let Some(trim) = self.next_trim(now) {
             spawn(Box::pin(trim.run()));
         }

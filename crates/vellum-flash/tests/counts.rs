@@ -9,11 +9,11 @@ use std::time::Duration;
 use common::{ID, SECRET, over};
 use futures_lite::future::block_on;
 use vellum_core::{
-    Buffer, CheckedDisk, Disk, GuestOffset, IoCounts, IoTally, MemoryDisk, MemoryStorage, Random, SharedDisk,
-    SharedStorage, Storage, Tallied, WriteFlags,
+    Buffer, CheckedDisk, Disk, GuestOffset, IoCounts, IoTally, MemoryDisk, MemoryStorage, Random,
+    SharedBytes, SharedDisk, SharedStorage, Storage, Tallied, WriteFlags,
 };
 use vellum_flash::{FlashCache, FlashDisk, FlashOptions};
-use vellum_sim::{Content, Delay, Drive, DriveOptions, World};
+use vellum_sim::{Content, Delay, Drive, DriveOptions, Fault, FaultPlan, Operation, World};
 
 const BYTES: u64 = 64 << 20;
 
@@ -182,5 +182,45 @@ fn four_disks_that_flush_share_their_flushes() {
         }
         let counts = flash.counts_since(before);
         assert!(counts.flushes * 100 <= flushes * 30, "{} flushes for {flushes}", counts.flushes);
+    });
+}
+
+/// Where home has the same, it is read instead, also into memory that is lent; a hit itself reads into the memory that it was
+/// given, and makes no copy.
+#[test]
+fn a_slot_that_cannot_be_read_is_read_from_home_into_the_same_memory() {
+    let world = World::new(1);
+    let faults = FaultPlan::none();
+    let options = DriveOptions { faults: faults.clone(), ..DriveOptions::default() };
+    let flash = Drive::from_content(&world, Content::default(), options);
+    world.run(async {
+        let storage: SharedStorage = flash;
+        let cache = common::cache_on(&storage, 64, 1).await.unwrap();
+        let home = CheckedDisk::new(MemoryDisk::holding(&vec![3; 1 << 20]));
+        let disk = over(&cache, 1, home.clone()).await.unwrap();
+        let data = Buffer::copy_of(&[7; 8192]);
+        disk.write(GuestOffset::new(4096), data, WriteFlags::default()).await.unwrap();
+        disk.drain().await.unwrap();
+        let memory = SharedBytes::zeroed(8192);
+        for fails in [false, true] {
+            let before = home.counts().reads;
+            for buffer in [Buffer::zeroed(6000), memory.lend(&[(100, 2000), (3000, 4000)])] {
+                let (is_lent, lengths) = (buffer.is_lent(), buffer.piece_lengths().collect::<Vec<_>>());
+                if fails {
+                    faults.add(Fault::nth(Operation::Read, 0));
+                }
+                let read = disk.read(GuestOffset::new(5000), buffer).await.unwrap();
+                assert_eq!(read.to_vec(), [7; 6000]);
+                assert_eq!((read.is_lent(), read.piece_lengths().collect::<Vec<_>>()), (is_lent, lengths));
+            }
+            assert_eq!(home.counts().reads - before, if fails { 2 } else { 0 });
+            assert_eq!((memory.get(99, 3), memory.get(2999, 2)), (vec![0, 7, 7], vec![0, 7]));
+            memory.set(0, &[0; 8192]);
+        }
+        assert_eq!(disk.counts().errors, 2);
+        // What home has older is not read in its place.
+        disk.write(GuestOffset::new(4096), Buffer::copy_of(&[8; 4096]), WriteFlags::default()).await.unwrap();
+        faults.add(Fault::nth(Operation::Read, 0));
+        assert!(disk.read(GuestOffset::new(4096), memory.lend(&[(0, 4096)])).await.is_err());
     });
 }

@@ -325,3 +325,82 @@ fn what_was_given_up_while_a_write_waited_is_read_from_home_without_holding_othe
     assert!(!hanging.is_empty(), "they wait for home, and for nothing else");
     scene.home.state.store(WELL, Ordering::Relaxed);
 }
+
+/// Which part of the map a group of a disk is in, as `docs/format/flash.md` says.
+fn part_of(parts: u32, row: u16, group: u64) -> u64 {
+    let mut mixed = ((u64::from(row) << 48) | (group * STRIDE)) ^ SECRET;
+    for _ in 0..2 {
+        mixed = (mixed ^ mixed >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94D0_49BB_1331_11EB) ^ SECRET.rotate_left(32);
+    }
+    (((mixed ^ mixed >> 31) >> 32) * u64::from(parts)) >> 32
+}
+
+/// A part of the map that is full of what two other disks have, one of whose homes has just stopped answering: the blocks of
+/// the other go home, and writes go on.
+#[test]
+fn a_full_part_is_emptied_by_the_home_that_answers() {
+    const BYTES: u64 = 64 << 20;
+    const GROUPS: u64 = 40_000;
+    let cache = block_on(async {
+        let storage: SharedStorage = MemoryStorage::new("flash");
+        storage.set_len(BYTES).await.unwrap();
+        vellum_flash::create(&storage, BYTES, ID, SECRET).await.unwrap();
+        FlashCache::open(storage, common::options(1)).await.unwrap()
+    });
+    let size = GROUPS * STRIDE * 4096;
+    let home = Arc::new(Troubled { inner: MemoryDisk::new(size), state: AtomicU8::new(WELL) });
+    let homes: [SharedDisk; 3] = [home.clone(), MemoryDisk::new(size), MemoryDisk::new(size)];
+    let disks: Vec<Arc<FlashDisk>> =
+        (1..).zip(homes).map(|(number, home)| block_on(over(&cache, number, home)).unwrap()).collect();
+    let rows = cache.rows();
+    let parts = cache.facts().parts;
+    // A sector of each of so many groups of the disk that are in the first part.
+    let groups = |disk: u8, most: usize| -> Vec<u64> {
+        let row = rows.iter().find(|row| row.disk == [disk; 16]).expect("it is open").number;
+        let of_part: Vec<u64> =
+            (0..GROUPS).filter(|group| part_of(parts, row, *group) == 0).take(most).collect();
+        assert_eq!(of_part.len(), most, "{parts} parts");
+        of_part
+    };
+    let sector = |disk: usize, group: u64| {
+        let at = GuestOffset::new(group * STRIDE * 4096);
+        disks[disk].write(at, Buffer::copy_of(&[6; 512]), WriteFlags::default())
+    };
+    for (disk, number, most) in [(0, 1, 1800), (1, 2, 2600)] {
+        for group in groups(number, most) {
+            answered("a write", sector(disk, group)).unwrap();
+        }
+    }
+    assert!(disks[1].counts().written_home > 0, "the part is full");
+    assert_eq!(disks[0].dirty_blocks(), 1800);
+    home.state.store(HUNG, Ordering::Relaxed);
+    let steps: RefCell<Vec<LocalFuture<'static, ()>>> = RefCell::default();
+    let before = disks[1].counts().written_home;
+    block_on(async {
+        let mut now = 0;
+        cache.tend_with(Duration::from_secs(0), &|step| steps.borrow_mut().push(step)).await;
+        for group in groups(3, 60) {
+            let mut write = sector(2, group);
+            for round in 0.. {
+                if let Some(written) = poll_once(&mut write).await {
+                    written.unwrap();
+                    break;
+                }
+                assert!(round < 1000, "a write waits for the home that does not answer");
+                now += 1;
+                cache.tend_with(Duration::from_millis(now), &|step| steps.borrow_mut().push(step)).await;
+                let mut running = steps.take();
+                let mut left = Vec::new();
+                for mut step in running.drain(..) {
+                    if poll_once(&mut step).await.is_none() {
+                        left.push(step);
+                    }
+                }
+                steps.borrow_mut().append(&mut left);
+            }
+        }
+    });
+    assert!(disks[1].counts().written_home > before, "what made room");
+    assert_eq!(disks[0].dirty_blocks(), 1800);
+}

@@ -348,7 +348,7 @@ impl Chain {
             tap.is_below(&*top.opened.disk);
         }
         let options = options.clone();
-        if let Err(error) = top.put_under_flash(&options, flash_id.as_ref()).await {
+        if let Err(error) = top.put_under_flash(&options, flash_id.as_ref(), state).await {
             // It is as it was found, or recovered.
             drop(top.opened.disk.close().await);
             return Err(step.describe(error));
@@ -469,13 +469,20 @@ impl Member {
     }
 
     /// Puts the flash cache over the disk of the top image.
-    async fn put_under_flash(&mut self, options: &ChainOptions, place: Option<&Identity>) -> Result<()> {
+    async fn put_under_flash(
+        &mut self,
+        options: &ChainOptions,
+        place: Option<&Identity>,
+        state: TablesState,
+    ) -> Result<()> {
         let is_written = !options.read_only && options.snapshot.is_none();
         // The proof of the file says nothing of a second one, or of which snapshot is read.
         let is_proven = self.data_file.is_none() && self.parts.is_empty() && !self.is_snapshot;
         self.flash = match options.flash.as_ref().filter(|_| is_written || is_proven) {
             Some(choice) => {
-                flash::over_top(choice, &*self.head, &self.opened, &*self.storage, place, is_written).await?
+                let state = is_proven.then_some(state);
+                let (head, opened, storage) = (&*self.head, &self.opened, &*self.storage);
+                flash::over_top(choice, head, opened, storage, place, is_written, state).await?
             }
             None => None,
         };
@@ -485,6 +492,10 @@ impl Member {
     /// Closes it for good.
     async fn close(&self) -> Result<()> {
         let closed = self.close_disk().await;
+        if let Some(flash) = &self.flash {
+            // The image is what it is by then: an error costs what is cached.
+            let _kept = flash.leave(&*self.storage).await;
+        }
         self.close_tables(closed.is_ok()).await;
         closed
     }

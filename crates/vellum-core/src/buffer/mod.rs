@@ -182,6 +182,22 @@ impl Buffer {
         if self.is_lent() { self.duplicate() } else { self }
     }
 
+    /// Another buffer to read the same bytes into, for when a read into this one fails: lent memory is the same, and for memory
+    /// of our own there is new memory, of undefined content.
+    #[must_use]
+    pub fn spare(&self) -> Self {
+        let mut spare = Self::empty();
+        for Piece { region, at, len } in &self.pieces {
+            if region.is_lent() {
+                spare.len += len;
+                spare.push(Piece { region: region.clone(), at: *at, len: *len });
+            } else {
+                spare.append(Self::for_overwrite(*len));
+            }
+        }
+        spare
+    }
+
     /// The bytes as one slice. Panics when they are in several pieces, or are lent: use it for buffers made
     /// by the same code.
     pub fn slice(&self) -> &[u8] {

@@ -118,6 +118,21 @@ fn lent_bytes_are_copied_and_set_at_every_alignment() {
 }
 
 #[test]
+fn a_spare_buffer_has_the_same_lent_memory_and_other_memory_of_our_own() {
+    let (memory, mut buffer) = lent(&[(0, 5000), (12_000, 10)]);
+    buffer.append(Buffer::copy_of(&[7; 600]));
+    let before = memory.get(5000, 1)[0];
+    let mut spare = buffer.spare();
+    assert_eq!((spare.len(), spare.lent_len()), (5610, 5010));
+    spare.fill(0xAB);
+    assert_eq!(buffer.to_vec(), [vec![0xAB; 5010], vec![7; 600]].concat());
+    drop(buffer);
+    spare.copy_from(4999, &[1, 2]);
+    assert_eq!((memory.get(4998, 3), memory.get(12_000, 2)), (vec![0xAB, 1, before], vec![2, 0xAB]));
+    assert!(Buffer::empty().spare().is_empty());
+}
+
+#[test]
 fn lent_pieces_are_cut_and_joined_like_others() {
     let (memory, mut buffer) = lent(&[(0, 5000), (5000, 3000), (12_000, 10)]);
     assert_eq!((buffer.len(), buffer.piece_count(), buffer.lent_len()), (8010, 2, 8010));

@@ -112,7 +112,7 @@ pub async fn resize(
     stop: &mut Stop,
     progress: &dyn Fn(u64, u64),
 ) -> Result<ResizedFlash> {
-    let (open, storage) = stop.or_stopped(open_with(path, NO_BOUND, Some(false))).await?;
+    let (open, storage) = stop.or_stopped(open_with(path, NO_BOUND, Some(false), false)).await?;
     let (is_device, before) = (storage.limits().fixed_len, storage.len());
     let size = match size {
         None if is_device => storage.look_at_len().await?,

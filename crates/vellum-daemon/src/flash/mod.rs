@@ -51,6 +51,8 @@ pub struct FlashSpec {
     pub memory_bytes_max: Option<u64>,
     /// Places that become free are passed to the drive as discards. Where nothing is said, those of a block device are.
     pub discards: Option<bool>,
+    /// It bypasses the page cache.
+    pub direct: bool,
 }
 
 /// The policy of this name.
@@ -81,11 +83,16 @@ const POLICIES: [FlashPolicy; 4] =
 /// Opens the file or block device of a cache. It is locked: for writing against all others, for reading against
 /// writers.
 pub(crate) async fn open_storage(path: &Path, writable: bool) -> Result<SharedStorage> {
+    open_storage_as(path, writable, false).await
+}
+
+/// The same. `direct`: past the page cache.
+async fn open_storage_as(path: &Path, writable: bool, direct: bool) -> Result<SharedStorage> {
     let options = match writable {
         true => OpenOptions { keeps_len: true, ..OpenOptions::writing() },
         false => OpenOptions { lock: LockMode::Read, ..OpenOptions::reading() },
     };
-    let opened = File::open(path, options).await;
+    let opened = File::open(path, options.direct(direct)).await;
     Ok(opened.map_err(|error| match error.kind() {
         ErrorKind::Locked => error.context(format!(
             "the flash cache {} is in use: one server at a time has it, and all of its disks are served by that one",
@@ -108,7 +115,7 @@ fn cannot_open(path: &Path) -> String {
 /// # Errors
 /// `Locked` while another program has it, `Invalid` if it is none, and those of the cache.
 pub(crate) async fn open_cache(path: &Path) -> Result<Arc<FlashCache>> {
-    open_with(path, NO_BOUND, Some(false)).await.map(|(cache, _)| cache)
+    open_with(path, NO_BOUND, Some(false), false).await.map(|(cache, _)| cache)
 }
 
 /// As much memory as it takes.
@@ -119,8 +126,9 @@ async fn open_with(
     path: &Path,
     memory_bytes_max: Option<u64>,
     discards: Option<bool>,
+    direct: bool,
 ) -> Result<(Arc<FlashCache>, SharedStorage)> {
-    let storage = open_storage(path, true).await?;
+    let storage = open_storage_as(path, true, direct).await?;
     let chance = Random::from_seed(u64::from_be_bytes(random_bytes()?));
     // A file would lose the space that was reserved for it, and get its pieces from elsewhere later.
     let limits = storage.limits();
@@ -205,7 +213,7 @@ impl std::fmt::Debug for HostFlash {
 impl HostFlash {
     /// Opens it, and begins to tend it.
     pub(crate) async fn open(spec: &FlashSpec, workers: &WorkersHandle) -> Result<Arc<Self>> {
-        let (cache, _) = open_with(&spec.path, spec.memory_bytes_max, spec.discards).await?;
+        let (cache, _) = open_with(&spec.path, spec.memory_bytes_max, spec.discards, spec.direct).await?;
         warn_if_over_budget(&spec.path, cache.facts());
         let flash = Arc::new(Self {
             path: spec.path.clone(),
@@ -244,6 +252,11 @@ impl HostFlash {
             false => pace.pause(self.cache.facts()),
         };
         clock().sleep(pause).await;
+    }
+
+    /// Where it is.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
     }
 
     /// Fails once the cache takes no more changes.

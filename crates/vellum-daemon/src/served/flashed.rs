@@ -121,6 +121,28 @@ impl Served {
         closed
     }
 
+    /// What it means that the image could not be closed well. Nothing is missing where the cache still has it.
+    pub(super) fn not_closed(&self, error: Error, chain: &Chain) -> Error {
+        let path = self.path.display();
+        if let (Some(flash), Some(cache)) = (chain.flash(), &self.how.flash)
+            && flash.policy() == FlashPolicy::WriteBack
+            && cache.works().is_ok()
+        {
+            let (blocks, cache) = (flash.dirty_blocks(), cache.path().display());
+            if blocks > 0 {
+                return error.context(format!(
+                    "{path}: the image is behind, and nothing is lost: the flash cache {cache} keeps {blocks} blocks that                      the image lacks. Serve it with this cache again when the image can be written, or complete it with                      `vellum flash recover --full {cache} {path}`"
+                ));
+            }
+        }
+        match self.how.is_durable {
+            true => error,
+            false => {
+                error.context(format!("{path}: writes that were acknowledged but not flushed may be missing"))
+            }
+        }
+    }
+
     /// What the flash cache does for it, where there is one; what it had done, once it is closed.
     pub(super) fn flash_now(&self) -> Option<FlashStats> {
         let mut said = lock(&self.flash_stats);

@@ -17,7 +17,8 @@
 //! 5. Home changes only under a number that this opening has drawn, also by write-back; and a close leaves a number that
 //!    no copy has which was made before. So a copy of an image that is put back, or opened beside it, is refused or has
 //!    nothing of the cache, unless nothing has changed since.
-//! 6. Where nothing ties the image to the cache and it may be written, its blocks count in this opening alone.
+//! 6. Where nothing ties the image to the cache and it may be written, its blocks count in this opening alone, unless what proves
+//!    its content ties them (`named`).
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -44,6 +45,15 @@ impl FlashCache {
     /// `Unsupported` for a policy that this disk cannot have; `Locked` when it is open already; `Refused` when the
     /// image lacks writes that this cache does not have; `NoSpace` when there is no row left.
     pub async fn open_disk(self: &Arc<Self>, options: DiskOptions) -> Result<Arc<FlashDisk>> {
+        self.open_as(options, false).await
+    }
+
+    /// The same. `is_drawn`: the disk's bytes were drawn for this opening, and found by nobody else.
+    pub(super) async fn open_as(
+        self: &Arc<Self>,
+        options: DiskOptions,
+        is_drawn: bool,
+    ) -> Result<Arc<FlashDisk>> {
         self.check_open()?;
         self.stop.check()?;
         let is_read_only = options.home.geometry().read_only;
@@ -68,7 +78,7 @@ impl FlashCache {
             sessions.begin(session.number, session.holds_writes()).await?; // commit point
         }
         let one_at_a_time = lock(&self.opening);
-        let Chosen { row, is_copy } = self.choose_row(&options, named.as_ref(), is_read_only)?;
+        let Chosen { row, is_copy } = self.choose_row(&options, named.as_ref(), is_read_only || is_drawn)?;
         if is_through && self.state().is_dirty(row.number) {
             return Err(Error::invalid(
                 "the flash cache holds writes of the disk, so it has to be drained first",
@@ -84,6 +94,8 @@ impl FlashCache {
             is_copy,
             has_begun: AtomicBool::new(false),
             trusts_home: options.trusts_home,
+            drawn: is_drawn.then(|| u128::from_be_bytes(options.disk)),
+            has_ended_well: AtomicBool::new(false),
             is_alone: AtomicBool::new(false),
             has_lost_flush: AtomicBool::new(false),
             unrecorded: AtomicU64::new(0),
@@ -102,6 +114,7 @@ impl FlashCache {
             trouble: Mutex::default(),
         });
         lock(&self.disks).insert(row.number, Arc::downgrade(&home));
+        self.set_reserve(row.number, options.policy == FlashPolicy::WriteBack && !is_read_only);
         drop(one_at_a_time);
         // What an opening has left that did not end well.
         self.void_regions(row.number).await?;
@@ -132,12 +145,8 @@ impl FlashCache {
         row.is_some_and(|row| !self.is_row_open(row.number))
     }
 
-    fn choose_row(
-        &self,
-        options: &DiskOptions,
-        named: Option<&Session>,
-        is_read_only: bool,
-    ) -> Result<Chosen> {
+    /// `is_known`: the disk's bytes say what it has.
+    fn choose_row(&self, options: &DiskOptions, named: Option<&Session>, is_known: bool) -> Result<Chosen> {
         let disk = u128::from_be_bytes(options.disk);
         let mut is_copy = false;
         let found = match (named, &options.sessions) {
@@ -148,14 +157,14 @@ impl FlashCache {
                 found.filter(|_| !is_copy)
             }
             (None, Some(_)) => None,
-            (None, None) if is_read_only || options.trusts_home => self.state().row_of(disk),
+            (None, None) if is_known || options.trusts_home => self.state().row_of(disk),
             (None, None) => None,
         };
         if let Some(row) = found {
             self.check_closed(row.number)?;
             return Ok(Chosen { row: self.moved(row, disk), is_copy: false });
         }
-        let counts_later = is_read_only || options.trusts_home || options.sessions.is_some();
+        let counts_later = is_known || options.trusts_home || options.sessions.is_some();
         let disk = if counts_later { disk } else { self.draw_number() };
         self.forget_useless(disk);
         Ok(Chosen { row: self.state().add_row(disk)?, is_copy })
@@ -481,6 +490,7 @@ impl Home {
             self.disk.flush().await?; // commit point
         }
         self.has_begun.store(false, Ordering::Release);
+        self.cache.set_reserve(self.row, policy == FlashPolicy::WriteBack && !is_read_only);
         *lock(&self.policy) = policy;
         Ok(())
     }

@@ -75,17 +75,15 @@ impl Home {
             let start = GuestOffset::new(block * BLOCK_BYTES);
             let bytes = |from: u64, to: u64| GuestSpan::between(start + from, start + to);
             let key = Key::new(self.row, block);
-            match state.find(key) {
+            match state.find_used(key) {
                 Found::Home => push(&mut pieces, bytes(from, to), Source::Home),
                 Found::Zero => push(&mut pieces, bytes(from, to), Source::Zero),
                 // The usual one: all of the block is in its slot.
                 Found::Slot { slot, sectors: u8::MAX, dirty } => {
-                    state.note_use(key);
                     let at = self.cache.slot_at(slot) + from;
                     push(&mut pieces, bytes(from, to), Source::Slot { at, dirty });
                 }
                 Found::Slot { slot, sectors, dirty } => {
-                    state.note_use(key);
                     let at = self.cache.slot_at(slot);
                     let (first, end) = (from / SECTOR_BYTES, to.div_ceil(SECTOR_BYTES));
                     for sector in first..end {
@@ -111,8 +109,25 @@ impl Home {
         if self.is_without_flash() {
             return self.disk.read(at, buffer).await;
         }
-        let inside = Rc::new(self.cache.epochs.enter());
-        let mut pieces = self.look_up(span);
+        let inside = self.cache.epochs.enter();
+        let pieces = self.look_up(span);
+        // The usual hit has nothing but its transfer to wait for, and no memory but that of the request.
+        if let [Piece { source: Source::Slot { at, dirty }, .. }] = pieces[..] {
+            self.count_reads(&pieces);
+            return self.read_slot(span.start(), at, dirty, buffer, inside).await;
+        }
+        Box::pin(self.read_pieces(span, pieces, buffer, admits, inside)).await
+    }
+
+    async fn read_pieces(
+        &self,
+        span: GuestSpan,
+        mut pieces: Pieces,
+        buffer: Buffer,
+        admits: bool,
+        inside: Inside<'_>,
+    ) -> Result<Buffer> {
+        let inside = Rc::new(inside);
         let is_home = |piece: &Piece| piece.source == Source::Home;
         let mut watch = None;
         if admits && pieces.iter().any(is_home) {
@@ -187,28 +202,36 @@ impl Home {
                 buffer.fill(0);
                 Ok((buffer, None))
             }
-            Source::Slot { at, dirty: true } => {
-                let read = self.cache.read_slots(at, buffer).await;
-                let read = read.inspect_err(|_| count(&self.tally.errors, 1))?;
-                Ok((read, None))
-            }
-            // Lent memory comes back only from a read that succeeds, and here another may have to follow.
-            Source::Slot { at, dirty: false } => {
-                let own = Buffer::for_overwrite(buffer.len());
-                match self.cache.read_slots(at, own).await {
-                    Ok(own) if !buffer.is_lent() => Ok((own, None)),
-                    Ok(own) => {
-                        copy_into(&mut buffer, &own);
-                        Ok((buffer, None))
-                    }
-                    Err(_) => {
-                        count(&self.tally.errors, 1);
-                        drop(inside);
-                        Ok((self.disk.read(piece.span.start(), buffer).await?, None))
-                    }
-                }
+            Source::Slot { at, dirty } => {
+                Ok((self.read_slot(piece.span.start(), at, dirty, buffer, inside).await?, None))
             }
         }
+    }
+
+    /// Reads bytes of a slot; or from home, if home has the same and the slot cannot be read. `inside` is held while the
+    /// slot is in use.
+    async fn read_slot<T>(
+        &self,
+        start: GuestOffset,
+        at: ImageOffset,
+        dirty: bool,
+        buffer: Buffer,
+        inside: T,
+    ) -> Result<Buffer> {
+        let len = buffer.len();
+        // Lent memory comes back only from a read that succeeds.
+        let spare = (!dirty && buffer.is_lent()).then(|| buffer.spare());
+        let error = match self.cache.read_slots(at, buffer).await {
+            Ok(read) => return Ok(read),
+            Err(error) => error,
+        };
+        count(&self.tally.errors, 1);
+        if dirty {
+            return Err(error);
+        }
+        drop(inside);
+        let buffer = spare.unwrap_or_else(|| Buffer::for_overwrite(len));
+        self.disk.read(start, buffer).await
     }
 
     /// Where the bytes are: home says it, except for what home may have older.

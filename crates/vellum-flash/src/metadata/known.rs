@@ -12,16 +12,25 @@
 //! 2. A sector is known to be zero only if it was read so, with no change of the window under way meanwhile; until its next change.
 //! 3. A window that becomes known while changes of it are under way begins with their sectors changed.
 //! 4. A change that is dropped half way is under way for ever: it may still happen at any time.
+//! 5. All images together know only as many windows as there is memory for ([`Room`]). One image takes no more than what it
+//!    leaves for others, so each gets some.
 //!
 //! Pure. Left out: where blocks are (`map`).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::layout::SECTOR_BYTES;
 
-/// At most this many windows are known; the rest is read from the image.
-const WINDOWS_MAX: usize = 1 << 17;
+/// At most this many windows are known of all images; the rest is read from the image.
+const WINDOWS_MAX: u64 = 1 << 17;
+const WINDOWS_MIN: u64 = 512;
+/// There are more windows than one for this many slots only where most of them are zero.
+const SLOTS_OF_WINDOW: u64 = 8;
+/// What a window that is known takes at most: 56 bytes in tree nodes that may be half full.
+const WINDOW_BYTES: u64 = 112;
 /// A window that has changed is read anew after this many reads of what has changed in it.
 const READS_MAX: u32 = 256;
 
@@ -53,9 +62,39 @@ struct UnderWay {
     is_disturbed: bool,
 }
 
+/// How many windows may be known, of all images that a cache has tables of.
+pub(crate) struct Room {
+    used: AtomicU64,
+    most: u64,
+}
+
+impl Room {
+    /// For a cache of this many slots.
+    pub(crate) fn of_slots(slots: u64) -> Self {
+        Self { used: AtomicU64::new(0), most: (slots / SLOTS_OF_WINDOW).clamp(WINDOWS_MIN, WINDOWS_MAX) }
+    }
+
+    /// The most memory that all windows take.
+    pub(crate) const fn bytes_max(&self) -> u64 {
+        self.most * WINDOW_BYTES
+    }
+
+    /// The memory that they take now.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.used.load(Ordering::Relaxed) * WINDOW_BYTES
+    }
+
+    /// One more, for an image that has `own` already.
+    fn take(&self, own: u64) -> bool {
+        let may = |used: u64| (used < self.most && own <= self.most - used).then_some(used + 1);
+        self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, may).is_ok()
+    }
+}
+
 /// What is known. Sectors are counted from the beginning of the image.
 pub(crate) struct Known {
     sectors: u64,
+    room: Arc<Room>,
     windows: BTreeMap<u64, Window>,
     under_way: BTreeMap<u64, UnderWay>,
     begun: u64,
@@ -67,10 +106,10 @@ fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
 
 impl Known {
     /// Nothing is known, of windows of this many bytes: a power of two, up to 64 KiB.
-    pub(crate) fn new(window_bytes: u64) -> Self {
+    pub(crate) fn new(window_bytes: u64, room: Arc<Room>) -> Self {
         let sectors = window_bytes / SECTOR_BYTES;
         assert!(sectors.is_power_of_two() && sectors <= 128, "a mask has a bit for each sector");
-        Self { sectors, windows: BTreeMap::new(), under_way: BTreeMap::new(), begun: 0 }
+        Self { sectors, room, windows: BTreeMap::new(), under_way: BTreeMap::new(), begun: 0 }
     }
 
     fn window_span(&self, window: u64) -> Range<u64> {
@@ -92,7 +131,7 @@ impl Known {
         if self.windows.contains_key(&window) {
             return true;
         }
-        if self.windows.len() >= WINDOWS_MAX {
+        if !self.room.take(self.windows.len() as u64) {
             return false;
         }
         let changes = self.under_way.values().filter(|one| one.is_change);
@@ -199,15 +238,46 @@ impl Known {
     }
 }
 
+impl Drop for Known {
+    fn drop(&mut self) {
+        self.room.used.fetch_sub(self.windows.len() as u64, Ordering::Relaxed);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use vellum_core::Random;
 
     use super::*;
 
+    fn room() -> Arc<Room> {
+        Arc::new(Room::of_slots(1))
+    }
+
+    #[test]
+    fn images_share_the_windows_and_give_them_back() {
+        let room = room();
+        let known = |room: &Arc<Room>| {
+            let mut known = Known::new(64 << 10, room.clone());
+            let count = (0..2 * WINDOWS_MIN).take_while(|window| known.note(*window)).count() as u64;
+            assert!(known.note(0) && !known.note(WINDOWS_MAX), "what is known stays so");
+            (known, count)
+        };
+        let (first, of_first) = known(&room);
+        let (second, of_second) = known(&room);
+        assert!(of_first >= WINDOWS_MIN / 2 && of_second >= WINDOWS_MIN / 4, "{of_first}, {of_second}");
+        assert_eq!(room.bytes(), (of_first + of_second) * WINDOW_BYTES);
+        assert!(room.bytes() < room.bytes_max());
+        drop(first);
+        let (third, of_third) = known(&room);
+        assert!(of_third > of_second, "{of_third} of what the first has given back");
+        drop((second, third));
+        assert_eq!((room.bytes(), room.bytes_max()), (0, WINDOWS_MIN * WINDOW_BYTES));
+    }
+
     #[test]
     fn runs_of_changed_sectors_are_those_that_were_changed() {
-        let mut known = Known::new(64 << 10);
+        let mut known = Known::new(64 << 10, room());
         for window in 0..3 {
             assert!(known.note(window));
         }
@@ -236,7 +306,7 @@ mod tests {
         let mut believed = (0, 0);
         for seed in 0..400 {
             let mut random = Random::from_seed(seed);
-            let mut known = Known::new(SECTORS * 512);
+            let mut known = Known::new(SECTORS * 512, room());
             let (mut image, mut flash) = ([0u32; ALL], [None; ALL]);
             let mut changes: Vec<(u64, Range<u64>, u32)> = Vec::new();
             let mut fetches: Vec<Fetch> = Vec::new();

@@ -1,7 +1,7 @@
 //! How much memory the cache may take, and what it takes.
 //!
 //! ```text
-//!   budget   │ fixed: slots, slices, empty parts, a commit, rows, runs, copies of reads │ blocks: map, dirty groups, │
+//!   budget   │ fixed: slots, slices, empty parts, a commit, rows, runs, tables, copies   │ blocks: map, dirty groups, │
 //!            │                                                                          │ a copy of each slice       │
 //!   blocks   │ dirty: at most what `map` says, in reserves (promises) │ clean: given up when the budget is reached    │
 //! ```
@@ -92,6 +92,7 @@ impl State {
             + u64::from(ROWS_MAX) * ROW_BYTES
             + RUNS_MAX as u64 * RUN_BYTES
             + WORDS_MAX as u64 * WORD_BYTES
+            + self.windows.bytes_max()
             + fetched_bytes_max;
         // Clock keeps nothing beside the map. The others remember what a quarter of the rest has room for.
         let keys_max = match (replacement, bytes_max) {
@@ -214,6 +215,7 @@ impl State {
             + self.slots.memory_bytes()
             + self.slices.memory_bytes()
             + self.uses.memory_bytes()
+            + self.windows.bytes()
             + self.dirty.len() as u64 * DIRTY_GROUP_BYTES
     }
 }

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! 1. Slots, bytes of the record, runs and memory that are promised are there when they are needed.
-//! 2. What is dirty or promised of all disks, that of each open one counted as no less than its reserve, and one
+//! 2. What is dirty or promised of all disks, that of each open one in write-back counted as no less than its reserve, and one
 //!    reserve more for a disk that is opened next, are no more than there is: of slots, of runs of zeros, and of
 //!    memory (as `memory` counts it). So a disk with less than its reserve gets what it needs without any other disk's
 //!    blocks going home. Reserves are a half of all, in equal parts. A disk that has nothing may have what is free.

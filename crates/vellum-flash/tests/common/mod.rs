@@ -14,6 +14,7 @@ use vellum_core::{
 };
 
 pub mod explorer;
+pub mod named;
 pub mod readers;
 pub mod tables;
 

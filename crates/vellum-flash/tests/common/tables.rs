@@ -195,7 +195,7 @@ fn run(flash: &Content, image: &Content, slots: u64, seed: u64, counts: &mut Cou
 }
 
 /// Some of what a crash can leave.
-fn images_of(point: &CrashPoint, random: &mut Random, most: usize) -> Vec<Content> {
+pub fn images_of(point: &CrashPoint, random: &mut Random, most: usize) -> Vec<Content> {
     let count = point.pending().len();
     let mut images: Vec<Content> = match count {
         0..=2 => point.subsets().expect("few").map(|(_, content)| content).collect(),

@@ -333,7 +333,9 @@ impl Chain {
         let files = files_of(&top.storage, top.data_file.as_ref(), below);
         let opened = open_disk(&*head, files, &top.parts, how).await.context(context)?;
         (top.head, top.opened, top.flash, top.tables) = (head, opened, None, tables);
-        if let Err(error) = top.put_under_flash(&self.options, self.flash_id.as_ref()).await {
+        if let Err(error) =
+            top.put_under_flash(&self.options, self.flash_id.as_ref(), TablesState::Reopened).await
+        {
             drop(top.opened.disk.close().await);
             return Err(error.context(context()));
         }

@@ -116,11 +116,29 @@ pub struct Flashed {
     /// The cache's side.
     pub flash: Arc<FlashDisk>,
     disk: SharedDisk,
+    /// What is known of a file that is written and has no place for a session.
+    file: Option<WrittenFile>,
+}
+
+/// A file that is written, by which proof of its content the next opening finds what is cached.
+#[derive(Debug, Clone, Copy)]
+struct WrittenFile {
+    kind: FormatKind,
+    place: Identity,
+    boot: Option<[u8; 16]>,
 }
 
 impl Flashed {
     fn over(flash: Arc<FlashDisk>) -> Self {
-        Self { disk: flash.clone(), flash }
+        Self { disk: flash.clone(), flash, file: None }
+    }
+
+    /// The image was closed for good. What is cached of a file that is written and has no place for a session counts for the
+    /// next opening only if nothing of it is changed from here on, until this program has given it up.
+    pub(super) async fn leave(&self, storage: &dyn Storage) -> Result<()> {
+        let Some(WrittenFile { kind, place, boot }) = self.file else { return Ok(()) };
+        let name = async || id_of_left(What::Data, kind, storage, Some(&place), boot).await.ok().flatten();
+        self.flash.leave_as(name).await
     }
 
     /// The same, for reads of which nothing is kept.
@@ -167,7 +185,8 @@ fn id_of_content(head: &dyn Head, storage: &dyn Storage, place: Option<&Identity
     Some(hashed("vellum flash cache: a content in its place", &parts))
 }
 
-/// Puts the cache over the disk of the top image.
+/// Puts the cache over the disk of the top image. `state`: how the file was
+/// opened; none where its proof is not all that proves what the disk has.
 ///
 /// # Errors
 /// `Unsupported` where write-back is asked of an image that has no place for a session, and the errors of the cache
@@ -179,6 +198,7 @@ pub(super) async fn over_top(
     storage: &dyn Storage,
     place: Option<&Identity>,
     is_written: bool,
+    state: Option<TablesState>,
 ) -> Result<Option<Flashed>> {
     let home = opened.disk.clone();
     if !is_written {
@@ -203,7 +223,20 @@ pub(super) async fn over_top(
     let first = if is_behind { FlashPolicy::WriteBack } else { policy };
     let options =
         DiskOptions { disk, home, sessions: opened.sessions.clone(), policy: first, trusts_home: false };
-    let flash = match choice.cache.open_disk(options).await {
+    // Where the file alone proves what the disk has, it also proves what is cached of it.
+    let file = match (place, &opened.sessions) {
+        (Some(place), None) if state.is_some() => {
+            Some(WrittenFile { kind: head.kind(), place: *place, boot: choice.boot })
+        }
+        _ => None,
+    };
+    let is_found = state != Some(TablesState::Reopened);
+    let found = file.filter(|_| is_found).and_then(|WrittenFile { kind, place, boot }| {
+        let proof = storage.proof().filter(|proof| proof.kind() == ProofKind::File)?;
+        let [device, node, inode, changed_at] = place;
+        id_of_changed(What::Data, kind, &proof, storage.len(), &[device, node, inode], changed_at, &boot?)
+    });
+    let flash = match choice.cache.open_file(options, found).await {
         Ok(flash) => flash,
         // No row is left. The cache has nothing of it then, and nobody has asked for it to be cached.
         Err(error) if error.kind() == ErrorKind::NoSpace && choice.policy.is_none() => {
@@ -223,7 +256,7 @@ pub(super) async fn over_top(
             .await
             .context(|| "its writes in the flash cache could not be written home")?;
     }
-    Ok(Some(Flashed::over(flash)))
+    Ok(Some(Flashed { file, ..Flashed::over(flash) }))
 }
 
 /// Puts the cache over the disk of an image below, unless there is none, or nothing proves its content.
@@ -274,9 +307,10 @@ impl FlashedTables {
     /// program has given it up.
     pub(super) async fn close(&self, storage: &dyn Storage, is_done: bool) -> Result<()> {
         let name = async || match is_done {
-            true => {
-                id_of_left_tables(self.kind, storage, self.place.as_ref(), self.boot).await.ok().flatten()
-            }
+            true => id_of_left(What::Tables, self.kind, storage, self.place.as_ref(), self.boot)
+                .await
+                .ok()
+                .flatten(),
             false => None,
         };
         self.metadata.close(name).await
@@ -298,9 +332,15 @@ fn id_of_found_tables(
     let proof = storage.proof()?;
     let is_file = proof.kind() == ProofKind::File;
     match place {
-        Some([device, node, inode, changed_at]) if is_file => {
-            id_of_tables(kind, &proof, storage.len(), &[*device, *node, *inode], *changed_at, &boot?)
-        }
+        Some([device, node, inode, changed_at]) if is_file => id_of_changed(
+            What::Tables,
+            kind,
+            &proof,
+            storage.len(),
+            &[*device, *node, *inode],
+            *changed_at,
+            &boot?,
+        ),
         // What tells of no later change tells nothing of what is written.
         _ if is_written || is_file => None,
         _ => {
@@ -313,8 +353,16 @@ fn id_of_found_tables(
     }
 }
 
-/// What a file's tables will be known by, as it is now that it is closed.
-async fn id_of_left_tables(
+/// What of a file that is written will be known by the file's proof.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum What {
+    Tables,
+    Data,
+}
+
+/// What a file's tables, or its data, will be known by, as it is now that it is closed.
+async fn id_of_left(
+    what: What,
     kind: FormatKind,
     storage: &dyn Storage,
     place: Option<&Identity>,
@@ -327,13 +375,14 @@ async fn id_of_left_tables(
     };
     let Ok(changed_at) = i64::try_from(changed_at) else { return Ok(None) };
     let changed_at = changed_at.cast_unsigned();
-    Ok(id_of_tables(kind, &proof, storage.len(), &[*device, *node, *inode], changed_at, &boot))
+    Ok(id_of_changed(what, kind, &proof, storage.len(), &[*device, *node, *inode], changed_at, &boot))
 }
 
-/// The row of a file's tables: what proves its content, where it is, when anything of it was changed last, and in which start
-/// of the host that was seen. Times prove less after a power cut: another program may have changed bytes and flushed them, and
+/// The row of a file that is written: what proves its content, where it is, when anything of it was changed last, and in which
+/// start of the host that was seen. Times prove less after a power cut: another program may have changed bytes and flushed them, and
 /// a flush of data makes new times durable only where the length has changed.
-fn id_of_tables(
+fn id_of_changed(
+    what: What,
     kind: FormatKind,
     proof: &Proof,
     len: u64,
@@ -355,7 +404,11 @@ fn id_of_tables(
         &place,
         boot,
     ];
-    Some(hashed("vellum flash cache: tables of a content in its place", &parts))
+    let context = match what {
+        What::Tables => "vellum flash cache: tables of a content in its place",
+        What::Data => "vellum flash cache: a content that was written, in its place",
+    };
+    Some(hashed(context, &parts))
 }
 
 /// How an image is about to be opened.

@@ -120,7 +120,7 @@ pub(crate) struct Args {
     /// A busy disk answers sooner, at the price of CPU time. With io_uring only.
     #[arg(long, value_name = "MICROSECONDS", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=10_000), help_heading = PERFORMANCE)]
     poll: u32,
-    /// Bypass the page cache (O_DIRECT)
+    /// Bypass the page cache (O_DIRECT), with the images and with the flash cache
     #[arg(long, help_heading = PERFORMANCE)]
     direct: bool,
     /// Serve read-only
@@ -624,6 +624,7 @@ pub(crate) fn run(args: Args) -> Outcome {
             keeps_dirty: args.flash_keep,
             memory_bytes_max: args.flash_memory,
             discards: args.flash_discard,
+            direct: args.direct,
         }),
         flash_policy: policy_for(&args.flash_policy, None),
         grow_hook: args.grow_hook.clone(),

@@ -1,10 +1,13 @@
 //! Images that are behind their disk, because a cache holds writes of them; and programs that do not know the cache.
 
+use rustix::process::Signal;
+
 use super::support::client::Client;
 use super::support::dir::Dir;
-use super::support::noise;
-use super::support::program::{has, qemu_io, run, until_let_go, vellum};
+use super::support::loops::Mount;
+use super::support::program::{has, qemu_io, run, succeed, until_let_go, vellum};
 use super::support::server::Server;
+use super::support::{PATIENCE, noise};
 use super::{KINDS, Kind, alone, info, is_not_served, is_refused, is_sound, made_cache, same};
 use crate::requires;
 
@@ -19,6 +22,37 @@ fn left_behind(cache: &str, image: &str, bytes: &[u8]) {
     client.disconnect();
     server.stop();
     assert!(info(cache)["dirty-bytes"].as_u64() >= Some(bytes.len() as u64), "{}", info(cache));
+}
+
+/// An image whose file system is full cannot be completed when the server ends: the server says that it is behind, and what
+/// helps. Nothing is lost, so it does not say that.
+#[test]
+fn an_image_that_cannot_grow_is_behind_and_nothing_of_it_is_lost() {
+    let Some(tmpfs) = Mount::tmpfs(4 << 20) else { return };
+    let dir = Dir::new("flash-cannot-grow");
+    let cache = made_cache(&dir, "32M");
+    let (image, mut model) = KINDS[1].make(&tmpfs.dir, SIZE);
+    let server = Server::start(&[&image, "--flash", &cache]);
+    let mut client = Client::connect(&server.peer(), "").expect("it is served");
+    let bytes = noise(6 << 20, 21);
+    client.write(1 << 20, &bytes, 0).expect("it is written to the cache");
+    client.flush().expect("a flush of the cache");
+    // Not flushed, and not lost either.
+    client.write(0, &bytes[..4096], 0).expect("it is written to the cache");
+    model[1 << 20..7 << 20].copy_from_slice(&bytes);
+    model[..4096].copy_from_slice(&bytes[..4096]);
+    client.disconnect();
+    server.signal(Signal::TERM);
+    let ran = server.wait(PATIENCE);
+    assert_eq!(ran.code, 1, "{ran:?}");
+    for said in ["is behind, and nothing is lost", "vellum flash recover --full", &image] {
+        assert!(ran.err.contains(said), "it does not say {said:?}: {}", ran.err);
+    }
+    assert!(!ran.err.contains("may be missing"), "{}", ran.err);
+    succeed("mount", &["-o", "remount,size=32M", &tmpfs.dir.path().display().to_string()]);
+    vellum(&["flash", "recover", "--full", &cache, &image]).answer();
+    same(&alone(&dir, &image), &model, "completed");
+    is_sound(&image);
 }
 
 #[test]

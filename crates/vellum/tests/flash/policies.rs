@@ -182,6 +182,147 @@ fn an_image_that_is_written_through_is_complete_and_its_cache_warm() {
     }
 }
 
+/// With `--direct` the cache's file bypasses the page cache as images do, and everything is as without.
+#[test]
+fn a_cache_past_the_page_cache_keeps_what_is_written() {
+    for policy in ["writeback", "writethrough"] {
+        let dir = Dir::new("flash-direct");
+        let cache = made_cache(&dir, "32M");
+        let (image, mut model) = KINDS[2].make(&dir, SIZE);
+        let start = || Server::start(&[&image, "--direct", "--flash", &cache, "--flash-policy", policy]);
+        let server = start();
+        // What is open of the cache, with the flags of Linux's O_DIRECT.
+        let fds = format!("/proc/{}/fd", server.pid());
+        let is_cache = |fd: &std::fs::DirEntry| {
+            let of = |path: &std::path::Path| path.file_name().map(std::ffi::OsStr::to_owned);
+            std::fs::read_link(fd.path()).is_ok_and(|path| of(&path) == of(cache.as_ref()))
+        };
+        let flags: Vec<u32> = std::fs::read_dir(&fds)
+            .expect("its descriptors")
+            .filter_map(|fd| fd.ok())
+            .filter(|fd| is_cache(fd))
+            .map(|fd| {
+                let name = fd.file_name().into_string().expect("a number");
+                let info = std::fs::read_to_string(format!("/proc/{}/fdinfo/{name}", server.pid()));
+                let info = info.expect("its facts");
+                let flags = info.lines().find_map(|line| line.strip_prefix("flags:")).expect("flags");
+                u32::from_str_radix(flags.trim(), 8).expect("octal")
+            })
+            .collect();
+        let direct = rustix::fs::OFlags::DIRECT.bits();
+        assert!(flags.iter().any(|flags| flags & direct != 0), "{flags:?}");
+        let mut client = Client::connect(&server.peer(), "").expect("it is served");
+        for number in 0..60usize {
+            // Whole blocks, sectors, and parts of sectors; over each other.
+            let (at, len) = [(number * 8192, 4096), (number * 5120, 1024), (number * 4099, 777)][number % 3];
+            let bytes = noise(len, number as u64);
+            client.write(at as u64, &bytes, 0).expect("it is written");
+            model[at..at + len].copy_from_slice(&bytes);
+        }
+        client.flush().expect("a flush");
+        same(&client.read_all().expect("it is read"), &model, policy);
+        server.kill();
+        vellum(&["flash", "check", &cache]).answer();
+        let server = start();
+        let mut client = Client::connect(&server.peer(), "").expect("it is served");
+        same(&client.read_all().expect("it is read"), &model, &format!("{policy}, after a kill"));
+        client.disconnect();
+        server.stop();
+        is_sound(&image);
+        same(&alone(&dir, &image), &model, &format!("{policy}, alone"));
+    }
+}
+
+/// Files that have no place for a session: what the file is when a server ends is how the next one knows what is cached of it.
+#[test]
+fn a_file_without_a_session_is_warm_after_a_clean_end_and_cold_after_another_writer() {
+    for (format, policy) in
+        [("raw", "writethrough"), ("raw", "readonly"), ("qcow2", "writethrough"), ("qcow2", "readonly")]
+    {
+        let dir = Dir::new("flash-files");
+        let cache = made_cache(&dir, "32M");
+        let (image, mut model) = match format {
+            "raw" => raw_disk(&dir),
+            _ => {
+                let image = dir.text("old.qcow2");
+                vellum(&["create", "-q", "-f", format, "-o", "compat=v2", &image, &SIZE.to_string()])
+                    .answer();
+                (image, vec![0; SIZE])
+            }
+        };
+        let place = Dir::short();
+        let control = place.text("control");
+        let what = format!("{format}, {policy}");
+        let start = || {
+            let flash = ["--flash", &cache, "--flash-policy", policy, "--control", &control];
+            Server::start(&[&[&image, "-f", format], &flash[..]].concat())
+        };
+        // What the cache had of all that a client reads; then all of it has been admitted.
+        let read = |model: &[u8], round: &str| {
+            let server = start();
+            let mut client = Client::connect(&server.peer(), "").expect("it is served");
+            same(&client.read_all().expect("it is read"), model, &format!("{what}, {round}"));
+            let flash = || {
+                let stats = vellum(&["stats", "--control", &control, "--output", "json"]).json();
+                stats["disks"][0]["flash"]["disk"].clone()
+            };
+            let hits = flash()["hits"].as_u64().expect("a number");
+            until("what was read is cached", || {
+                let now = flash();
+                now["admitted"].as_u64().expect("a number") >= 256 || now["hits"].as_u64() >= Some(256)
+            });
+            (server, client, hits)
+        };
+        let stop = |server: Server, client: Client| {
+            client.disconnect();
+            server.stop();
+        };
+        let bytes = noise(1 << 20, 5);
+        let (server, mut client, hits) = if format == "raw" {
+            read(&model, "new")
+        } else {
+            let server = start();
+            let client = Client::connect(&server.peer(), "").expect("it is served");
+            (server, client, 0)
+        };
+        assert_eq!(hits, 0, "{what}: nothing is cached yet");
+        client.write(1 << 20, &bytes, 0).expect("it is written");
+        model[1 << 20..2 << 20].copy_from_slice(&bytes);
+        stop(server, client);
+
+        let (server, client, _) = read(&model, "after a clean end");
+        stop(server, client);
+        let (server, client, hits) = read(&model, "again");
+        assert!(hits >= 256, "{what}: {hits} blocks of a clean end");
+        stop(server, client);
+
+        // Another writer, and the time of the change is set back.
+        let before = std::fs::metadata(&image).and_then(|facts| facts.modified()).expect("its time");
+        let other = Server::start(&[&image, "-f", format]);
+        let mut client = Client::connect(&other.peer(), "").expect("it is served");
+        client.write(1 << 20, &bytes[..4096].repeat(2), 0).expect("it is written");
+        model.copy_within(1 << 20..(1 << 20) + 4096, (1 << 20) + 4096);
+        stop(other, client);
+        std::fs::File::options()
+            .write(true)
+            .open(&image)
+            .and_then(|file| file.set_modified(before))
+            .expect("its time");
+        let (server, mut client, hits) = read(&model, "after another writer");
+        assert_eq!(hits, 0, "{what}: nobody knows what another has written");
+
+        // A kill: nothing proves what the file has got of the writes.
+        client.write(3 << 20, &bytes, 0).expect("it is written");
+        model[3 << 20..4 << 20].copy_from_slice(&bytes);
+        client.flush().expect("a flush");
+        server.kill();
+        let (server, client, hits) = read(&model, "after a kill");
+        assert_eq!(hits, 0, "{what}: nothing counts after a kill");
+        stop(server, client);
+        is_sound(&image);
+    }
+}
+
 /// Once its region is recorded, a write that goes through costs flash one slot, and a flush nothing.
 #[test]
 fn writes_that_go_through_cost_flash_no_records_and_no_flushes() {

@@ -21,8 +21,6 @@ mod read;
 mod through;
 mod write;
 
-pub(crate) use named::TICK;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;

@@ -63,6 +63,7 @@ mod through;
 mod trial;
 mod trim;
 mod units;
+mod windows;
 mod zeros;
 
 pub use create::create;

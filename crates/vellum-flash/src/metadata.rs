@@ -23,8 +23,6 @@
 
 mod known;
 
-pub(crate) use known::Room;
-
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::Mutex;
@@ -38,9 +36,9 @@ use vellum_core::{
 };
 
 use self::known::{Known, Source};
-use crate::disk::{FlashDisk, TICK, count};
+use crate::disk::{FlashDisk, count};
 use crate::layout::{BLOCK_BYTES, BLOCK_LEN, BLOCKS_MAX, Key, ROWS_MAX, SECTOR_BYTES};
-use crate::options::{DiskOptions, FlashPolicy};
+use crate::options::{CLOCK_STEP, DiskOptions, FlashPolicy};
 use crate::record::Row;
 use crate::shared::FlashCache;
 
@@ -138,7 +136,7 @@ impl FlashCache {
         let name = name.map(number_of);
         let disk = match name.filter(|_| !is_written) {
             Some(name) => name,
-            None => self.unname(name, || number_of(self.draw_number().to_be_bytes())).await?,
+            None => self.take_name(name, || number_of(self.draw_number().to_be_bytes())).await?,
         };
         if lock(&self.disks).len() > OPEN_ROWS_MAX {
             let why = format!("{}: the rows that are left are for disks", self.name());
@@ -257,7 +255,7 @@ impl FlashMetadata {
         }
         self.image.flush().await?;
         if let Some(clock) = &self.cache.options.clock {
-            clock.sleep(TICK).await;
+            clock.sleep(CLOCK_STEP).await;
         }
         let Some(name) = name().await else { return Ok(false) };
         self.disk.home.drop_fetched();

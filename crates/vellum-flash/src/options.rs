@@ -11,6 +11,9 @@ use crate::session::Sessions;
 /// Copies of what was read wait for their slots in this much memory, where nothing else is said.
 pub(crate) const FETCHED_BYTES_USUAL: usize = 8 << 20;
 
+/// Longer than a tick of any host's clock: a change after this has another time than one before it.
+pub(crate) const CLOCK_STEP: Duration = Duration::from_millis(20);
+
 /// What the cache does for a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FlashPolicy {

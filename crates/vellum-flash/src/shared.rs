@@ -15,11 +15,11 @@ use vellum_format::commit::{Epochs, GroupCommit};
 
 use crate::claims::{Claims, Watch};
 use crate::layout::Layout;
-use crate::metadata::Room;
 use crate::options::{FlashOptions, FlashPolicy};
 use crate::session::{CacheId, Sessions};
 use crate::state::State;
 use crate::stop::Stop;
+use crate::windows::Room;
 
 /// What the cache wrote to flash for itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

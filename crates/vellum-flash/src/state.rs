@@ -30,7 +30,6 @@ use vellum_format::commit::{Epochs, Ring};
 
 use crate::layout::{Key, Layout, SECTORS_ALL, Slot};
 use crate::map::{self, Changed, Map};
-use crate::metadata::Room;
 use crate::open::{Change, Open, Share};
 use crate::policy::{Policy, Replacement};
 use crate::record::{Checks, Item, Record};
@@ -38,6 +37,7 @@ use crate::regions::Uses;
 use crate::slice::{Ledger, Slice};
 use crate::slices::Slices;
 use crate::slots::Slots;
+use crate::windows::Room;
 use crate::zeros::Run;
 
 pub(crate) use written::Entry;

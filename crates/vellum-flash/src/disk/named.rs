@@ -16,18 +16,14 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use vellum_core::Result;
 
 use super::FlashDisk;
-use crate::options::{DiskOptions, FlashPolicy};
+use crate::options::{CLOCK_STEP, DiskOptions, FlashPolicy};
 use crate::record::Row;
 use crate::shared::FlashCache;
 use crate::state::State;
-
-/// Longer than a tick of any host's clock: a change after this has another time than one before it.
-pub(crate) const TICK: Duration = Duration::from_millis(20);
 
 impl FlashCache {
     /// Opens a disk over a home that is written and names no session. `found` is what proved its content before it was
@@ -46,13 +42,13 @@ impl FlashCache {
         self.check_open()?;
         self.stop.check()?;
         let found = found.map(u128::from_be_bytes);
-        let drawn = self.unname(found, || self.draw_number()).await?;
+        let drawn = self.take_name(found, || self.draw_number()).await?;
         let disk = self.open_as(DiskOptions { disk: drawn.to_be_bytes(), ..options }, true).await?;
         Ok(disk)
     }
 
     /// From here on no row has this name. Returns the number of the one that had it, or of none.
-    pub(crate) async fn unname(&self, name: Option<u128>, draw: impl Fn() -> u128) -> Result<u128> {
+    pub(crate) async fn take_name(&self, name: Option<u128>, draw: impl Fn() -> u128) -> Result<u128> {
         let drawn = draw();
         let Some(name) = name else { return Ok(drawn) };
         let rows: Vec<Row> = {
@@ -97,7 +93,7 @@ impl FlashDisk {
         let mut named = None;
         if is_known && has_ended_well {
             if let Some(clock) = &cache.options.clock {
-                clock.sleep(TICK).await;
+                clock.sleep(CLOCK_STEP).await;
             }
             named = name().await.map(u128::from_be_bytes);
         }

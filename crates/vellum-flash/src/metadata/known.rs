@@ -20,17 +20,10 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::layout::SECTOR_BYTES;
+use crate::windows::Room;
 
-/// At most this many windows are known of all images; the rest is read from the image.
-const WINDOWS_MAX: u64 = 1 << 17;
-const WINDOWS_MIN: u64 = 512;
-/// There are more windows than one for this many slots only where most of them are zero.
-const SLOTS_OF_WINDOW: u64 = 8;
-/// What a window that is known takes at most: 56 bytes in tree nodes that may be half full.
-const WINDOW_BYTES: u64 = 112;
 /// A window that has changed is read anew after this many reads of what has changed in it.
 const READS_MAX: u32 = 256;
 
@@ -60,35 +53,6 @@ struct UnderWay {
     is_anew: bool,
     /// A change of some of these sectors was under way at the same time.
     is_disturbed: bool,
-}
-
-/// How many windows may be known, of all images that a cache has tables of.
-pub(crate) struct Room {
-    used: AtomicU64,
-    most: u64,
-}
-
-impl Room {
-    /// For a cache of this many slots.
-    pub(crate) fn of_slots(slots: u64) -> Self {
-        Self { used: AtomicU64::new(0), most: (slots / SLOTS_OF_WINDOW).clamp(WINDOWS_MIN, WINDOWS_MAX) }
-    }
-
-    /// The most memory that all windows take.
-    pub(crate) const fn bytes_max(&self) -> u64 {
-        self.most * WINDOW_BYTES
-    }
-
-    /// The memory that they take now.
-    pub(crate) fn bytes(&self) -> u64 {
-        self.used.load(Ordering::Relaxed) * WINDOW_BYTES
-    }
-
-    /// One more, for an image that has `own` already.
-    fn take(&self, own: u64) -> bool {
-        let may = |used: u64| (used < self.most && own <= self.most - used).then_some(used + 1);
-        self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, may).is_ok()
-    }
 }
 
 /// What is known. Sectors are counted from the beginning of the image.
@@ -240,7 +204,7 @@ impl Known {
 
 impl Drop for Known {
     fn drop(&mut self) {
-        self.room.used.fetch_sub(self.windows.len() as u64, Ordering::Relaxed);
+        self.room.give_back(self.windows.len() as u64);
     }
 }
 
@@ -249,6 +213,7 @@ mod tests {
     use vellum_core::Random;
 
     use super::*;
+    use crate::windows::{WINDOW_BYTES, WINDOWS_MAX, WINDOWS_MIN};
 
     fn room() -> Arc<Room> {
         Arc::new(Room::of_slots(1))

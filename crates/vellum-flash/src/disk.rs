@@ -156,7 +156,11 @@ impl Home {
                 return Ok(());
             }
             if self.policy() == FlashPolicy::WriteThrough {
-                return self.end_through().await;
+                return match self.end_through().await {
+                    // Flash has failed just now: home is complete, and names no session any more.
+                    Err(_) if self.cache.failure().is_some() => self.end_through().await,
+                    ended => ended,
+                };
             }
             if is_kept {
                 self.cache.commit().await?;

@@ -243,6 +243,7 @@ impl FlashCache {
         debug_assert!(is_void, "a record has room for all words");
         let cache = Self::with(storage, id, state, options)?;
         cache.shed_at_open().await?;
+        cache.forget_lost_rows().await?;
         Ok(cache)
     }
 

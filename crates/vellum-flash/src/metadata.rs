@@ -136,7 +136,7 @@ impl FlashCache {
         let name = name.map(number_of);
         let disk = match name.filter(|_| !is_written) {
             Some(name) => name,
-            None => self.take_name(name, || number_of(self.draw_number().to_be_bytes())).await?,
+            None => self.take_name(name, || number_of(self.draw_row().to_be_bytes())).await?,
         };
         if lock(&self.disks).len() > OPEN_ROWS_MAX {
             let why = format!("{}: the rows that are left are for disks", self.name());

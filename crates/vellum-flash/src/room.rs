@@ -22,6 +22,7 @@ use smallvec::SmallVec;
 use vellum_core::{Error, ErrorKind, Result, lock};
 
 use crate::layout::{Key, Slot};
+use crate::open::{Open, Share};
 use crate::shared::{FlashCache, Home};
 use crate::state::{Need, Shed, Short, State};
 
@@ -93,6 +94,14 @@ impl FlashCache {
             let short = {
                 let open = self.open_rows();
                 let mut state = self.state();
+                if need.bytes > Open::bytes_max(Share::Guest, state.record_bytes_max())
+                    || need.slots > state.slots.total()
+                {
+                    // It would wait for ever.
+                    let why =
+                        format!("{}: a request needs more than the flash cache has at all", self.name());
+                    return Err(Error::invalid(why));
+                }
                 match state.short_of(row, need, &open) {
                     None => {
                         state.promise(row, need);

@@ -353,3 +353,46 @@ fn a_disk_that_has_no_word_for_its_regions_goes_past_the_cache() {
         assert_eq!(read(&killed.disk, 79 << 32).await.0, 201);
     });
 }
+
+/// A request that is larger than what one record can say of blocks is several; beside others of the kind.
+#[test]
+fn the_largest_requests_pass_the_smallest_cache() {
+    const LEN: usize = 32 << 20;
+    for policy in [FlashPolicy::WriteThrough, FlashPolicy::ReadOnly, FlashPolicy::WriteBack] {
+        block_on(async {
+            let storage: SharedStorage = MemoryStorage::new("flash");
+            let cache = common::cache_on(&storage, 64, 1).await.unwrap();
+            let home = MemoryDisk::new(2 * LEN as u64);
+            let disk = over_with(&cache, 1, home.clone(), policy).await.unwrap();
+            let flags = WriteFlags { fua: true };
+            let write = |at: u64, fill: u8| {
+                disk.write(GuestOffset::new(at), Buffer::copy_of(&vec![fill; LEN]), flags)
+            };
+            let both = async {
+                let (one, two) =
+                    futures_lite::future::zip(write(700, 1), write(LEN as u64 / 2 + 4096, 2)).await;
+                one.and(two)
+            };
+            let mut both = Box::pin(both);
+            let mut written = None;
+            for _ in 0..100_000 {
+                written = poll_once(&mut both).await;
+                if written.is_some() {
+                    break;
+                }
+                cache.tend(Duration::from_secs(1)).await;
+            }
+            written.expect("it waits for nothing").unwrap();
+            drop(both);
+            let span = GuestOffset::new(LEN as u64 / 2).span(LEN as u64);
+            disk.discard(span, WriteFlags::default()).await.unwrap();
+            write(3 << 20, 3).await.unwrap();
+            disk.close().await.unwrap();
+            let home = home.reopened();
+            let read = home.read(GuestOffset::ZERO, Buffer::zeroed(2 * LEN)).await.unwrap().to_vec();
+            let first = |value: u8| read.iter().position(|byte| *byte == value);
+            assert_eq!((first(1), first(3)), (Some(700), Some(3 << 20)), "{policy:?}");
+            assert!(read[3 << 20..(3 << 20) + LEN].iter().all(|byte| *byte == 3), "{policy:?}");
+        });
+    }
+}

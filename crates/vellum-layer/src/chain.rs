@@ -492,11 +492,7 @@ impl Member {
     /// Closes it for good.
     async fn close(&self) -> Result<()> {
         let closed = self.close_disk().await;
-        if let Some(flash) = &self.flash {
-            // The image is what it is by then: an error costs what is cached.
-            let _kept = flash.leave(&*self.storage).await;
-        }
-        self.close_tables(closed.is_ok()).await;
+        self.leave_cache(closed.is_ok()).await;
         closed
     }
 
@@ -505,7 +501,10 @@ impl Member {
     }
 
     /// After its disk was closed. The image is what it is by then: an error costs what is cached.
-    async fn close_tables(&self, is_done: bool) {
+    async fn leave_cache(&self, is_done: bool) {
+        if let Some(flash) = &self.flash {
+            let _kept = flash.leave(&*self.storage, is_done).await;
+        }
         if let Some(tables) = &self.tables {
             let _kept = tables.close(&*self.storage, is_done).await;
         }

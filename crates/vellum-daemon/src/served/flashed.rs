@@ -93,13 +93,16 @@ impl Served {
         changed
     }
 
-    /// Fails where the cache takes no more changes, and the disk uses it: closed, the disk could not be opened again,
+    /// Fails where the cache takes no more changes, and the disk is written back: closed, the disk could not be opened again,
     /// and what is only in the cache could not be read.
     ///
     /// # Errors
     /// `Poisoned`, with the remedy.
     pub(super) fn flash_works(&self, open: Option<&Chain>) -> Result<()> {
-        let uses = open.is_some_and(|chain| chain.flash().is_some());
+        // An image that is complete goes on without the cache.
+        let uses = open
+            .and_then(|chain| chain.flash())
+            .is_some_and(|flash| flash.policy() == FlashPolicy::WriteBack);
         match self.how.flash.as_ref().filter(|_| uses) {
             Some(flash) => flash.works().context(|| {
                 format!(

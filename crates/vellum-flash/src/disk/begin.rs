@@ -34,6 +34,14 @@ use crate::session::{Session, SessionNumber, Sessions};
 use crate::shared::{Above, FlashCache, Home, Tally};
 use crate::state::State;
 
+/// So many of the first bits of a row's disk are zero if it was drawn and not named since.
+const DRAWN_BITS: u32 = 32;
+
+/// Whether nothing can find the row any more, once its opening is over.
+pub(crate) fn is_lost(row: &Row) -> bool {
+    row.named == 0 && row.newest == 0 && row.disk.leading_zeros() >= DRAWN_BITS
+}
+
 fn number_of(session: Option<&Session>) -> u128 {
     session.map_or(0, |session| u128::from_be_bytes(session.number.bytes()))
 }
@@ -165,7 +173,7 @@ impl FlashCache {
             return Ok(Chosen { row: self.moved(row, disk), is_copy: false });
         }
         let counts_later = is_known || options.trusts_home || options.sessions.is_some();
-        let disk = if counts_later { disk } else { self.draw_number() };
+        let disk = if counts_later { disk } else { self.draw_row() };
         self.forget_useless(disk);
         Ok(Chosen { row: self.state().add_row(disk)?, is_copy })
     }
@@ -240,6 +248,11 @@ impl FlashCache {
         for row in useless {
             self.state().remove_row(row.number);
         }
+    }
+
+    /// The number of a row that counts in this opening alone, unless it gets a name later.
+    pub(crate) fn draw_row(&self) -> u128 {
+        self.draw_number() >> DRAWN_BITS
     }
 
     pub(crate) fn draw_number(&self) -> u128 {

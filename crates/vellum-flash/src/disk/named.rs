@@ -12,7 +12,7 @@
 //!    cache took it to be, and durably so. No region counts as written by then, and nothing is dirty.
 //! 3. The caller names what nobody can change without changing the name: it is asked when the last change is older than a
 //!    tick of the host's clock.
-//! 4. A row without a name is removed at the close, so that it takes no slots.
+//! 4. A row without a name is removed at the close, or when the cache is next opened, so that it takes no slots.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -20,10 +20,14 @@ use std::sync::atomic::Ordering;
 use vellum_core::Result;
 
 use super::FlashDisk;
+use super::begin::is_lost;
 use crate::options::{CLOCK_STEP, DiskOptions, FlashPolicy};
 use crate::record::Row;
 use crate::shared::FlashCache;
 use crate::state::State;
+
+/// So many rows are forgotten with one record.
+const LOST_AT_ONCE: usize = 64;
 
 impl FlashCache {
     /// Opens a disk over a home that is written and names no session. `found` is what proved its content before it was
@@ -42,9 +46,28 @@ impl FlashCache {
         self.check_open()?;
         self.stop.check()?;
         let found = found.map(u128::from_be_bytes);
-        let drawn = self.take_name(found, || self.draw_number()).await?;
+        let drawn = self.take_name(found, || self.draw_row()).await?;
         let disk = self.open_as(DiskOptions { disk: drawn.to_be_bytes(), ..options }, true).await?;
         Ok(disk)
+    }
+
+    /// Rows of openings that did not end well, and that nothing can find: no disk is open yet.
+    pub(crate) async fn forget_lost_rows(&self) -> Result<()> {
+        loop {
+            let lost: Vec<u16> = {
+                let state = self.state();
+                let is_lost = |row: &&Row| is_lost(row) && !state.is_dirty(row.number);
+                let rows = state.ledger.rows.values().filter(is_lost);
+                rows.map(|row| row.number).take(LOST_AT_ONCE).collect()
+            };
+            if lost.is_empty() {
+                return Ok(());
+            }
+            lost.iter().for_each(|row| self.state().remove_row(*row));
+            if lost.len() == LOST_AT_ONCE {
+                self.commit_all().await?;
+            }
+        }
     }
 
     /// From here on no row has this name. Returns the number of the one that had it, or of none.

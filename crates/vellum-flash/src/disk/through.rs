@@ -14,14 +14,15 @@
 //!    of a sector drops the block: it would have to read home first.
 //! 5. What is changed in a region that need not count as written (zeros where nothing is cached, writes past the cache) keeps
 //!    what is read from being cached until a flush of home has covered it.
-//! 6. The epoch is that of the transfer to flash, and room in the record is promised when home has answered. So a home that
+//! 6. A large write is several parts, each of which is published in one record: what a part needs of it, an empty record has.
+//! 7. The epoch is that of the transfer to flash, and room in the record is promised when home has answered. So a home that
 //!    does not answer holds up no other disk.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 use futures_lite::future::zip;
-use vellum_core::{Buffer, GuestSpan, ImageOffset, Result, WriteFlags};
+use vellum_core::{Buffer, GuestOffset, GuestSpan, ImageOffset, LocalFuture, Result, WriteFlags, join_all};
 use vellum_format::commit::Inside;
 
 use super::count;
@@ -29,12 +30,15 @@ use super::read::in_blocks;
 use super::write::{Edges, Under, only_sectors, touched, whole};
 use crate::claims::Touched;
 use crate::layout::{BLOCK_BYTES, Key, Slot};
-use crate::open::{DROP_BYTES, ROW_BYTES, Share};
+use crate::open::{DROP_BYTES, Open, ROW_BYTES, Share};
 use crate::options::FlashPolicy;
 use crate::regions::regions_of;
 use crate::shared::{FlashCache, Home};
 use crate::state::{Found, Need, State};
 use crate::through::Entered;
+
+/// A part of a write has at most this many blocks.
+const PART_BLOCKS_MAX: u64 = 1024;
 
 /// What becomes of a block that is written.
 struct Plan {
@@ -80,6 +84,32 @@ impl Home {
     }
 
     pub(super) async fn write_through(&self, span: GuestSpan, data: Buffer, flags: WriteFlags) -> Result<()> {
+        let most = self.through_blocks();
+        let blocks = blocks_of(span);
+        if blocks.end - blocks.start <= most {
+            return self.write_part_through(span, data, flags).await;
+        }
+        let (mut at, mut data) = (span.start(), data.owned());
+        let mut parts: Vec<LocalFuture<'_, Result<()>>> = Vec::new();
+        while !data.is_empty() {
+            let end = GuestOffset::new((at.bytes() / BLOCK_BYTES + most) * BLOCK_BYTES);
+            let (part, _) = at.span(data.len() as u64).split_at(end - at);
+            let bytes = data.split_to(usize::try_from(part.len()).expect("within a buffer"));
+            parts.push(Box::pin(self.write_part_through(part, bytes, WriteFlags::default())));
+            at = part.end();
+        }
+        // Each ends, also when another fails.
+        join_all(parts).await.into_iter().fold(Ok(()), Result::and)?;
+        if flags.fua { self.flush_through().await } else { Ok(()) }
+    }
+
+    /// How many blocks a part of a write has: what is to be said of them fits half of what an empty record has for it.
+    fn through_blocks(&self) -> u64 {
+        let bytes = Open::bytes_max(Share::Guest, self.cache.state().record_bytes_max()) - ROW_BYTES;
+        PART_BLOCKS_MAX.min((bytes / DROP_BYTES / 2) as u64).max(1)
+    }
+
+    async fn write_part_through(&self, span: GuestSpan, data: Buffer, flags: WriteFlags) -> Result<()> {
         let (blocks, data) = (blocks_of(span), data.owned());
         let number = blocks.end - blocks.start;
         let mut entered = match self.way(regions_of(self.row, &blocks)).await? {

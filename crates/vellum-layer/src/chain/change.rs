@@ -264,7 +264,7 @@ impl Chain {
         // The cache writes home what only it has.
         let closed = top.close_disk().await;
         // The image is about to be changed.
-        top.close_tables(false).await;
+        top.leave_cache(false).await;
         if let Err(error) = &closed {
             self.gone = Some(error.clone());
             self.mend().await?;

@@ -55,6 +55,11 @@ impl fmt::Debug for FlashChoice {
 }
 
 impl FlashChoice {
+    /// Whether the cache takes no more changes until it is opened again.
+    fn has_failed(&self) -> bool {
+        self.cache.failure().is_some()
+    }
+
     /// What is done with a disk that is written.
     fn policy_for(&self, head: &dyn Head) -> Result<FlashPolicy> {
         if head.is_encrypted() {
@@ -135,9 +140,12 @@ impl Flashed {
 
     /// The image was closed for good. What is cached of a file that is written and has no place for a session counts for the
     /// next opening only if nothing of it is changed from here on, until this program has given it up.
-    pub(super) async fn leave(&self, storage: &dyn Storage) -> Result<()> {
+    pub(super) async fn leave(&self, storage: &dyn Storage, is_done: bool) -> Result<()> {
         let Some(WrittenFile { kind, place, boot }) = self.file else { return Ok(()) };
-        let name = async || id_of_left(What::Data, kind, storage, Some(&place), boot).await.ok().flatten();
+        let name = async || match is_done {
+            true => id_of_left(What::Data, kind, storage, Some(&place), boot).await.ok().flatten(),
+            false => None,
+        };
         self.flash.leave_as(name).await
     }
 
@@ -212,6 +220,11 @@ pub(super) async fn over_top(
     if policy == FlashPolicy::Off && !is_behind {
         return Ok(None);
     }
+    if choice.has_failed() && policy != FlashPolicy::WriteBack && !is_behind {
+        // The image has all of its disk, and goes on without the cache, which does not hear of it.
+        leave_session(opened).await?;
+        return Ok(None);
+    }
     let disk = match place {
         Some(place) => id_of_file(place),
         None => {
@@ -240,12 +253,7 @@ pub(super) async fn over_top(
         Ok(flash) => flash,
         // No row is left. The cache has nothing of it then, and nobody has asked for it to be cached.
         Err(error) if error.kind() == ErrorKind::NoSpace && choice.policy.is_none() => {
-            // It will change, and the cache will not hear of it.
-            if let Some(sessions) = &opened.sessions
-                && sessions.session().await.is_some_and(|session| session.counts())
-            {
-                sessions.end().await?; // commit point
-            }
+            leave_session(opened).await?;
             return Ok(None);
         }
         Err(error) => return Err(error),
@@ -257,6 +265,16 @@ pub(super) async fn over_top(
             .context(|| "its writes in the flash cache could not be written home")?;
     }
     Ok(Some(Flashed { file, ..Flashed::over(flash) }))
+}
+
+/// The image will change, and the cache will not hear of it.
+async fn leave_session(opened: &Opened) -> Result<()> {
+    if let Some(sessions) = &opened.sessions
+        && sessions.session().await.is_some_and(|session| session.counts())
+    {
+        sessions.end().await?; // commit point
+    }
+    Ok(())
 }
 
 /// Puts the cache over the disk of an image below, unless there is none, or nothing proves its content.
@@ -277,8 +295,12 @@ pub(super) async fn over_below(
     over_content(choice, disk, home.clone()).await
 }
 
-/// What is only read. Where another disk of the process has its row, or no row is left, it is read without the cache.
+/// What is only read. Where another disk of the process has its row, or no row is left, or flash has failed, it is read without
+/// the cache.
 async fn over_content(choice: &FlashChoice, disk: [u8; 16], home: SharedDisk) -> Result<Option<Flashed>> {
+    if choice.has_failed() {
+        return Ok(None);
+    }
     let options =
         DiskOptions { disk, home, sessions: None, policy: FlashPolicy::ReadOnly, trusts_home: false };
     match choice.cache.open_disk(options).await {
@@ -442,7 +464,7 @@ pub(super) async fn over_tables(
         return Ok(None);
     };
     let kind = head.kind();
-    if head.is_encrypted() || !matches!(kind, FormatKind::Qcow2 | FormatKind::Native) {
+    if head.is_encrypted() || choice.has_failed() || !matches!(kind, FormatKind::Qcow2 | FormatKind::Native) {
         return Ok(None);
     }
     let is_written = state != TablesState::OnlyRead;

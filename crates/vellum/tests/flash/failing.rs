@@ -110,3 +110,65 @@ fn a_cache_without_a_name_completes_its_images() {
     served.stop();
     same(&alone(&dir, &image), &model, "alone");
 }
+
+/// A disk that is written through goes on without the drive of the cache, whatever is done with it, also where the failure is
+/// met in the middle of that.
+#[test]
+fn a_disk_that_is_written_through_survives_its_cache_in_every_step() {
+    let steps: [&[&str]; 4] = [
+        &["flash", "policy", "off"],
+        &["flash", "policy", "readonly"],
+        &["export", "reopen"],
+        &["resize", "", "+1M"],
+    ];
+    for (number, step) in steps.into_iter().enumerate() {
+        for is_known in [false, true] {
+            let kind = KINDS[[0, 4, 1, 2][number]];
+            let what = format!("{kind:?}, {step:?}, known before: {is_known}");
+            let Some(device) = Failing::new() else { return };
+            let (dir, place) = (Dir::new("flash-failing-step"), Dir::short());
+            let (image, mut model) = kind.make(&dir, 8 << 20);
+            vellum(&["flash", "create", "-q", "--force", &device.path]).answer();
+            let control = place.text("control");
+            let policy = ["--flash-policy", "writethrough"];
+            let served = Server::start(
+                &[&[&image, "--flash", &device.path, "--control", &control], &policy[..]].concat(),
+            );
+            let mut client = Client::connect(&served.peer(), "").expect("it is served");
+            let mut write = |client: &mut Client, at: usize, seed: u64| {
+                client.write(at as u64, &noise(65536, seed), 0).expect("written");
+                client.flush().expect("durable");
+                model[at..at + 65536].copy_from_slice(&noise(65536, seed));
+            };
+            write(&mut client, 0, 1);
+            device.fail();
+            if is_known {
+                // What is settled and what is drained is committed.
+                vellum(&["flash", "drain", "--control", &control]);
+            }
+            write(&mut client, 1 << 20, 2);
+            let step: Vec<&str> = step.iter().copied().filter(|word| !word.is_empty()).collect();
+            let done = match step[0] {
+                "resize" => vellum(&["resize", "--control", &control, "+1M"]),
+                _ => vellum(&[&step[..2], &["--control", &control], &step[2..]].concat()),
+            };
+            assert_eq!(done.code, 0, "{what}: {done:?}");
+            write(&mut client, 2 << 20, 3);
+            vellum(&["export", "reopen", "--control", &control]).answer();
+            write(&mut client, 0, 4);
+            same(&client.read(0, 8 << 20).expect("read"), &model, &what);
+            client.disconnect();
+            device.succeed();
+            served.signal(Signal::TERM);
+            let ran = served.wait(PATIENCE);
+            assert!(!ran.err.contains("not closed"), "{what}: {ran:?}");
+            // Nothing that the cache has counts.
+            let served = Server::start(&[&[&image, "--flash", &device.path], &policy[..]].concat());
+            let mut client = Client::connect(&served.peer(), "").expect("it is served");
+            same(&client.read(0, 8 << 20).expect("read"), &model, &format!("{what}: with the cache again"));
+            client.disconnect();
+            served.stop();
+            same(&alone(&dir, &image)[..8 << 20], &model, &format!("{what}: alone"));
+        }
+    }
+}

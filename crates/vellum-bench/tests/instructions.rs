@@ -27,7 +27,7 @@ struct Bound {
 
 const BOUNDS: [Bound; 7] = [
     Bound { what: "read-raw", operations: 8192, counted: 2_279 },
-    Bound { what: "read-flash", operations: 8192, counted: 5_679 },
+    Bound { what: "read-flash", operations: 8192, counted: 4_288 },
     Bound { what: "read-qcow2", operations: 8192, counted: 3_936 },
     Bound { what: "read-zoned", operations: 8192, counted: 4_130 },
     Bound { what: "overwrite-qcow2", operations: 8192, counted: 5_903 },

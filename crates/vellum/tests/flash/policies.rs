@@ -321,7 +321,9 @@ fn a_file_without_a_session_is_warm_after_a_clean_end_and_cold_after_another_wri
         let (server, client, hits) = read(&model, "after a kill");
         assert_eq!(hits, 0, "{what}: nothing counts after a kill");
         stop(server, client);
-        is_sound(&image);
+        if format == "qcow2" {
+            is_sound(&image);
+        }
     }
 }
 

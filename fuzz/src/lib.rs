@@ -9,6 +9,8 @@
 //!   qcow2_journal  bytes are records                       an image that was not closed, recovered, used, checked
 //!   native_open    bytes are pokes                         our own image of the native format, then as qcow2_open
 //!   foreign_KIND   bytes are pokes, or a file           an image of another program: opened, mapped, read
+//!   fast_medium    bytes are pokes                        a fast medium: opened, a row made and taken away
+//!   guest_files    bytes are pokes, or a disk            what a guest has on its disk: files are looked for
 //!   luks_header    bytes are the first part of a file      a LUKS header, alone and as an image
 //!   template_store bytes are an index or a chunk           what a template in a store may claim
 //! ```
@@ -22,7 +24,9 @@
 #![forbid(unsafe_code)]
 
 mod bytes;
+mod fast;
 mod foreign;
+mod guest;
 mod header;
 mod journal;
 mod luks;
@@ -32,7 +36,9 @@ mod ops;
 mod template;
 mod watched;
 
+pub use fast::fast_medium;
 pub use foreign::foreign;
+pub use guest::guest_files;
 pub use header::qcow2_header;
 pub use journal::qcow2_journal;
 pub use luks::luks_header;

@@ -42,6 +42,7 @@ mod meter;
 mod metrics;
 pub mod migrate;
 mod notify;
+pub mod pins;
 pub mod published;
 pub mod rebase;
 mod rights;

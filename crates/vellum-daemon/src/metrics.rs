@@ -24,6 +24,7 @@ use prometheus_client::registry::Registry;
 use vellum_core::{Buffer, ByteStream, ErrorKind, Result};
 use vellum_export::ConnectionSlots;
 use vellum_export::nbd::Exports;
+use vellum_format::fast::Reason;
 use vellum_io::{Listener, Stream, clock, spawn_local};
 
 use crate::contained::{contained, in_rounds};
@@ -204,6 +205,36 @@ impl Counted {
 }
 
 impl Counted {
+    /// What disks have on their fast media.
+    fn encode_tier(&self, to: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let number = |disk: &DiskStats, field: &str| {
+            disk.tier.as_ref().map(|tier| tier[field].as_u64().unwrap_or_default())
+        };
+        let of = |fields: [(&'static str, &'static str); 2]| {
+            move |disk: &DiskStats| -> Vec<(&'static str, u64)> {
+                let found = fields.iter().filter_map(|(label, field)| Some((*label, number(disk, field)?)));
+                found.collect()
+            }
+        };
+        let help = "Reads of disks with a fast medium, by the medium that answered";
+        self.counters(
+            to,
+            ("vellum_tier_reads", help, "medium"),
+            of([("fast", "fast-reads"), ("slow", "slow-reads")]),
+        )?;
+        let bytes = of([("fast", "fast-read-bytes"), ("slow", "slow-read-bytes")]);
+        self.counters(to, ("vellum_tier_read_bytes", "Bytes of these reads", "medium"), bytes)?;
+        let used =
+            |disk: &DiskStats| number(disk, "used-bytes").map(|bytes| ("", bytes)).into_iter().collect();
+        self.gauges(to, ("vellum_tier_bytes", "Bytes that a disk has on its fast medium", ""), used)?;
+        let promoted = |disk: &DiskStats| -> Vec<(&'static str, u64)> {
+            let Some(tier) = &disk.tier else { return Vec::new() };
+            let by = &tier["promoted-by-reason"];
+            Reason::ALL.iter().map(|one| (one.word(), by[one.word()].as_u64().unwrap_or_default())).collect()
+        };
+        self.counters(to, ("vellum_tier_promoted", "Units that were promoted", "why"), promoted)
+    }
+
     /// What the flash cache does, where there is one.
     fn encode_flash(&self, to: &mut DescriptorEncoder<'_>) -> fmt::Result {
         let Some(cache) = &self.0.flash else { return Ok(()) };
@@ -401,6 +432,7 @@ impl Collector for Counted {
             "Flushes of its own, pauses because of contention, and errors of copying from the backing images";
         self.counters(to, ("vellum_hydration_events", help, "event"), events)?;
         self.encode_flash(to)?;
+        self.encode_tier(to)?;
         let metric = to.encode_descriptor(
             "vellum_request_duration_seconds",
             "Latency of requests, from admission to the answer",
@@ -462,6 +494,11 @@ mod tests {
                 tables: TableReads { flash_hits: 11, flash_write_bytes: 65_536, ..TableReads::default() },
                 below_tables: TableReads { misses: 12, ..TableReads::default() },
             }),
+            tier: Some(serde_json::json!({
+                "fast-reads": 21, "fast-read-bytes": 4096, "slow-reads": 22, "slow-read-bytes": 8192, "failed-reads": 0,
+                "units": 23, "unit-size": 65536, "used-bytes": 65536, "demoted": 1,
+                "promoted-by-reason": {"asked": 1, "rule": 2, "times": 3, "heat": 24},
+            })),
             paused_seconds: None,
             held: 2,
             limits: BTreeMap::new(),
@@ -534,6 +571,9 @@ mod tests {
             format!(r#"vellum_guest_requests_total{{{disk},request="read"}} 7"#),
             format!(r#"vellum_failures_total{{{disk},kind="no-space"}} 4"#),
             format!(r#"vellum_hydration_bytes_total{{{disk},why="read"}} 8192"#),
+            format!(r#"vellum_tier_reads_total{{{disk},medium="slow"}} 22"#),
+            format!(r#"vellum_tier_promoted_total{{{disk},why="heat"}} 24"#),
+            format!("vellum_tier_bytes{{{disk}}} 65536"),
             format!(r#"vellum_hydration_events_total{{{disk},event="commit"}} 2"#),
             format!("vellum_hydration_missing_bytes{{{disk}}} 1048576"),
             format!("vellum_last_error_timestamp_seconds{{{disk}}} 1800000000"),

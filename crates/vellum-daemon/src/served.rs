@@ -27,6 +27,8 @@ mod steer;
 mod tending;
 #[cfg(test)]
 mod tests;
+mod tiered;
+mod warming;
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -66,6 +68,7 @@ use hydrating::{Hydrating, image_options};
 use life::{Life, Stage, Step};
 pub(crate) use steer::Wish;
 use tending::Tending;
+use tiered::Tiering;
 
 /// How long the requests that are under way may take before a disk is exchanged, and the flush before it is removed.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
@@ -93,6 +96,8 @@ pub(crate) struct How {
     pub(crate) flash: Option<Arc<HostFlash>>,
     /// The fast medium of images that name it.
     pub(crate) fast: Option<Arc<FastMedium>>,
+    /// What guests read often comes to it.
+    pub(crate) warms: bool,
 }
 
 /// A disk that is open.
@@ -142,6 +147,7 @@ pub(crate) struct Served {
     flash_stats: Mutex<Option<FlashStats>>,
     /// How often a snapshot was marked for clones; held while a mark is set or cleared.
     clone_marks: async_lock::Mutex<u64>,
+    tiering: Tiering,
 }
 
 /// How long it is waited for where an image is, to find those that are one.
@@ -254,6 +260,7 @@ impl Served {
             losses_said: AtomicU64::new(0),
             flash_stats: Mutex::default(),
             clone_marks: async_lock::Mutex::new(0),
+            tiering: Tiering::default(),
         });
         if let Err(error) = served.begin_as_said(&export.hydration, wish).await {
             served.end(&Exports::new()).await?;
@@ -414,6 +421,7 @@ impl Served {
             below: (&tallies.1).into(),
             hydration: self.hydration_stats(),
             flash: self.flash_now(),
+            tier: self.tier_now(),
         }
     }
 

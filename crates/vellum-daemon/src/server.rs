@@ -193,6 +193,7 @@ impl Server {
             copy_memory: Arc::default(),
             filler_turns: FillerTurns::default(),
             flash,
+            warms: spec.tier_heat && fast.is_some(),
             fast,
         };
         let disks = Disks::new(how, exports.clone(), workers.clone());

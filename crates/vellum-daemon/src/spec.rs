@@ -120,6 +120,8 @@ pub struct ServeSpec {
     pub flash: Option<FlashSpec>,
     /// A fast medium that may have copies of units of the disks' images.
     pub fast: Option<PathBuf>,
+    /// What guests read often comes to it.
+    pub tier_heat: bool,
     /// What disks do with the flash cache that are added later.
     pub flash_policy: Option<FlashPolicy>,
     /// Makes a device larger that becomes full.

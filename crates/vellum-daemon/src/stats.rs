@@ -290,6 +290,9 @@ pub struct DiskStats {
     /// What the flash cache does for it, where there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub flash: Option<FlashStats>,
+    /// What it has on its fast medium, where there is one: as the answer to `tier-status`, without pins.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tier: Option<serde_json::Value>,
 }
 
 /// A server.

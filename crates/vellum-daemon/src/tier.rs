@@ -18,7 +18,7 @@ use vellum_core::{
     Buffer, Context, Error, ErrorKind, GuestOffset, GuestSpan, ImageOffset, Random, Result, SharedStorage,
 };
 use vellum_format::fast::{
-    FastId, FastMedium, NamedFast, NewRow, Promoted, Promotion, Reason, TierFacts, Tiers, create,
+    FastId, FastMedium, NamedFast, NewRow, Promoted, Promotion, Reason, RowFacts, TierFacts, Tiers, create,
 };
 use vellum_io::{File, OpenOptions};
 use vellum_layer::Chain;
@@ -97,6 +97,21 @@ pub struct PromotedUnits {
 }
 
 impl PromotedUnits {
+    pub(crate) fn none(unit_size: u64) -> Self {
+        Self::of(unit_size, Promoted::default())
+    }
+
+    pub(crate) fn add(&mut self, more: Promoted) {
+        let Promoted { units, there, in_base, zero, written, no_room, no_bit } = more;
+        self.promoted += units;
+        self.there += there;
+        self.in_backing += in_base;
+        self.zero += zero;
+        self.written += written;
+        self.no_room += no_room;
+        self.no_bit += no_bit;
+    }
+
     fn of(unit_size: u64, done: Promoted) -> Self {
         let Promoted { units, there, in_base, zero, written, no_room, no_bit } = done;
         Self { unit_size, promoted: units, there, in_backing: in_base, zero, written, no_room, no_bit }
@@ -222,6 +237,74 @@ pub async fn detach(image: &Path, fast: Option<&Path>, options: &ImageOptions) -
     Ok(named)
 }
 
+/// A disk that a fast medium has a row for, as programs read it.
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct TierRow {
+    /// The UUID of its image.
+    pub uuid: String,
+    /// Where the image was when it was attached.
+    pub filename: String,
+    /// At most this many bytes of copies are its.
+    pub budget_bytes: u64,
+    /// Its copies take this many bytes, as far as is known without the image.
+    pub used_bytes: u64,
+}
+
+fn uuid_text(uuid: [u8; 16]) -> String {
+    let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
+}
+
+fn rows_of(medium: &FastMedium) -> Vec<([u8; 16], TierRow)> {
+    let row = |row: RowFacts| {
+        let RowFacts { uuid, name, budget, used, .. } = row;
+        let facts = TierRow {
+            uuid: uuid_text(uuid),
+            filename: name,
+            budget_bytes: budget.min(medium.room_bytes()),
+            used_bytes: used,
+        };
+        (uuid, facts)
+    };
+    medium.rows().into_iter().map(row).collect()
+}
+
+/// The disks that a fast medium has rows for, and how many of its bytes are free.
+///
+/// # Errors
+/// Those of the medium.
+pub async fn rows(fast: &Path) -> Result<(u64, Vec<TierRow>)> {
+    let medium = open_medium(fast).await?;
+    Ok((medium.free_bytes(), rows_of(&medium).into_iter().map(|(_, row)| row).collect()))
+}
+
+/// Takes the row of a disk away, without its image, and all that the medium has of the disk. `wanted` is a UUID or a name
+/// that [`rows`] lists. An image that is attached still, and was only not found, has no copies then, and loses nothing.
+///
+/// # Errors
+/// `NotFound` where there is no such row, `Invalid` where several have the name, and those of the medium.
+pub async fn forget(fast: &Path, wanted: &str) -> Result<TierRow> {
+    let medium = open_medium(fast).await?;
+    let mut found = rows_of(&medium);
+    found.retain(|(_, row)| row.uuid == wanted || row.filename == wanted);
+    match found.len() {
+        0 => Err(Error::new(
+            ErrorKind::NotFound,
+            format!("{} has no row for {wanted} (`vellum tier list`)", fast.display()),
+        )),
+        1 => {
+            let (uuid, row) = found.remove(0);
+            medium.forget(uuid).await?;
+            Ok(row)
+        }
+        _ => Err(Error::invalid(format!(
+            "{} has several rows for {wanted}: name one by its UUID",
+            fast.display()
+        ))),
+    }
+}
+
 /// What a closed image names, and with the medium what it has there.
 ///
 /// # Errors
@@ -272,7 +355,7 @@ pub async fn demote(image: &Path, fast: &Path, ranges: &Ranges, options: &ImageO
     done.and_then(|done| closed.map(|()| done))
 }
 
-fn tier_of(chain: &Chain) -> Result<&Arc<dyn Tiers>> {
+pub(crate) fn tier_of(chain: &Chain) -> Result<&Arc<dyn Tiers>> {
     chain.tier().ok_or_else(|| {
         Error::unsupported(
             "the image is open without a fast medium: give it with --fast PATH (`vellum tier attach`)",
@@ -300,16 +383,18 @@ pub(crate) fn facts_in(chain: &Chain) -> Result<Value> {
 
 /// The state of a tier as programs read it.
 pub fn facts_json(facts: &TierFacts) -> Value {
-    let reasons: serde_json::Map<String, Value> = Reason::ALL
-        .iter()
-        .zip(facts.by_reason)
-        .map(|(reason, units)| (reason.word().to_owned(), json!(units)))
-        .collect();
+    let by_reason = |units: [u64; 4]| -> serde_json::Map<String, Value> {
+        let named = Reason::ALL.iter().zip(units);
+        named.map(|(reason, units)| (reason.word().to_owned(), json!(units))).collect()
+    };
+    let reasons = by_reason(facts.by_reason);
     json!({
         "trouble": facts.trouble.as_ref().map(Error::chain),
         "unit-size": facts.unit_bytes,
         "units": facts.units,
         "units-by-reason": reasons,
+        "disk-units": facts.disk_units,
+        "strip": facts.strip.to_vec(),
         "used-bytes": facts.used,
         "budget-bytes": facts.budget,
         "fast-reads": facts.fast_reads[0],
@@ -318,6 +403,7 @@ pub fn facts_json(facts: &TierFacts) -> Value {
         "slow-read-bytes": facts.slow_reads[1],
         "failed-reads": facts.failed_reads,
         "promoted": facts.promoted,
+        "promoted-by-reason": by_reason(facts.promoted_by),
         "demoted": facts.demoted,
     })
 }

@@ -32,6 +32,8 @@ use vellum_export::nbd::{ClientFacts, Stage};
 use vellum_format::image::{Machine, Snapshot};
 use vellum_layer::migrate;
 
+use crate::pins::Pin;
+
 pub use client::{call, call_in_turn, call_within};
 
 /// The longest request, with the end of its line.
@@ -208,6 +210,34 @@ pub enum Request {
         #[serde(default)]
         demote: bool,
     },
+    /// Change the pins of a disk, look up where their files are, and make its fast medium have them. Without a change,
+    /// only look them up again. Answered when that is done.
+    TierPin {
+        /// The export of the disk; the only disk when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        disk: Option<String>,
+        /// New pins, or the same paths anew.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        add: Vec<Pin>,
+        /// Paths that are pinned no more.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        remove: Vec<String>,
+    },
+    /// Copy the files of a disk that were written long ago and read lately to its fast medium. Answered when that is done.
+    TierTimes {
+        /// The export of the disk; the only disk when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        disk: Option<String>,
+        /// Not written for this many days.
+        #[serde(rename = "old-mtime")]
+        old_mtime: u32,
+        /// Read within this many days.
+        #[serde(rename = "recent-atime")]
+        recent_atime: u32,
+        /// Also what is read from the backing image.
+        #[serde(default)]
+        copy: bool,
+    },
     /// Tell which clients of NBD there are.
     ClientList {},
     /// Send a client away: nothing more is read from it or sent to it.
@@ -331,7 +361,7 @@ impl MigrateStep {
 pub const PROTOCOL_VERSION: u32 = 1;
 
 /// All commands, by their names.
-pub const COMMANDS: [&str; 30] = [
+pub const COMMANDS: [&str; 32] = [
     "hello",
     "stats",
     "pause",
@@ -347,6 +377,8 @@ pub const COMMANDS: [&str; 30] = [
     "flash-drain",
     "tier-status",
     "tier-promote",
+    "tier-pin",
+    "tier-times",
     "snapshot-create",
     "snapshot-list",
     "snapshot-delete",

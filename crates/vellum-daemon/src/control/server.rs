@@ -21,6 +21,7 @@ use super::{Answer, COMMANDS, ClientRow, MigrateStep, PROTOCOL_VERSION, REQUEST_
 use crate::contained::{contained, in_rounds};
 use crate::door::{Accepting, Door};
 use crate::flash::policy_of;
+use crate::pins::{FileTimes, PinChange};
 use crate::seats::Seats;
 use crate::served::{Disks, Wish, prefetch_limits};
 use crate::size_watchers::SizeWatchers;
@@ -151,6 +152,8 @@ impl Control {
             | Request::FlashDrain { disk }
             | Request::TierStatus { disk }
             | Request::TierPromote { disk, .. }
+            | Request::TierPin { disk, .. }
+            | Request::TierTimes { disk, .. }
             | Request::Resize { disk, .. }
             | Request::MigrateStatus { disk }
             | Request::MigrateStep { disk, .. }
@@ -294,7 +297,7 @@ impl Control {
                 disk.drain_flash().await?;
                 json!(disk.flash_stats().await?)
             }
-            Request::TierStatus { disk } => self.disks.find(disk.as_deref())?.tier_facts().await?,
+            Request::TierStatus { disk } => self.disks.find(disk.as_deref())?.tier_status().await?,
             Request::TierPromote { disk, ranges, copy, demote } => {
                 let disk = self.disks.find(disk.as_deref())?;
                 let ranges = Ranges { ranges: ranges.clone(), copies_base: *copy };
@@ -302,6 +305,15 @@ impl Control {
                     true => json!({ "demoted": disk.demote(&ranges).await? }),
                     false => json!(disk.promote(&ranges).await?),
                 }
+            }
+            Request::TierPin { disk, add, remove } => {
+                let change = PinChange { add: add.clone(), remove: remove.clone() };
+                json!(self.disks.find(disk.as_deref())?.pin(&change).await?)
+            }
+            Request::TierTimes { disk, old_mtime, recent_atime, copy } => {
+                let (old_mtime, recent_atime, copy) = (*old_mtime, *recent_atime, *copy);
+                let times = FileTimes { old_mtime, recent_atime, copy };
+                json!(self.disks.find(disk.as_deref())?.promote_by_times(times).await?)
             }
             Request::ClientList {} => {
                 let clients = self.clients.list();

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use async_lock::RwLockWriteGuard;
@@ -116,6 +116,22 @@ impl Drop for ToItsEnd {
     }
 }
 
+/// A wish for the chain, as long as this is held.
+struct Wanted<'a>(&'a AtomicUsize);
+
+impl<'a> Wanted<'a> {
+    fn of(count: &'a AtomicUsize) -> Self {
+        count.fetch_add(1, Ordering::AcqRel);
+        Self(count)
+    }
+}
+
+impl Drop for Wanted<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
 impl Served {
     pub(crate) fn in_use(&self, why: &str) -> Error {
         Error::new(ErrorKind::Locked, format!("{}: {why}", self.path.display()))
@@ -136,10 +152,14 @@ impl Served {
 
     /// As above, also if there is none.
     pub(super) async fn alone_or_closed(&self) -> Result<RwLockWriteGuard<'_, Option<Chain>>> {
-        for _ in 0..ALONE_TRIES {
+        let _wanted = Wanted::of(&self.tiering.want_alone);
+        let (mut tries, until) = (0, clock().now() + self.how.patience);
+        while tries < ALONE_TRIES && clock().now() < until {
             if let Some(chain) = self.chain.try_write() {
                 return Ok(chain);
             }
+            // A round of promotions ends by itself, and no other one begins.
+            tries += usize::from(!self.tiering.is_warming.load(Ordering::Acquire));
             clock().sleep(ALONE_EVERY).await;
         }
         let why = "a snapshot of it is being created, deleted or reverted to, or it is being paused or resized; try \

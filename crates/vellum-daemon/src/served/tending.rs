@@ -19,6 +19,7 @@ use vellum_core::{Disk, lock};
 use vellum_io::{Spawned, WorkersHandle, clock};
 
 use super::Served;
+use super::warming::warm;
 use crate::contained::in_rounds;
 
 /// How often a disk is tended that was changed a moment ago.
@@ -68,6 +69,17 @@ impl Tending {
                 .await;
             }));
         }
+        if served.how.warms {
+            let (its, ended) = (served.clone(), has_ended.clone());
+            tasks.push(workers.spawn(worker, move || async move {
+                let what = format!("the heat of {}", its.path().display());
+                in_rounds(&what, async || {
+                    warm(&its, &ended).await;
+                    ControlFlow::Break(())
+                })
+                .await;
+            }));
+        }
         Self { has_ended, served: served.clone(), tasks }
     }
 
@@ -86,6 +98,7 @@ impl Served {
     /// Starts the background task.
     pub(super) fn tend(self: &Arc<Self>) {
         if !vellum_core::Disk::geometry(&*self.disk).read_only {
+            self.count_heat();
             *lock(&self.tending) = Some(Tending::begin(self, &self.workers));
         }
         self.begin_hydrating();

@@ -145,6 +145,7 @@ impl Server {
             copy_memory: Arc::default(),
             filler_turns: Default::default(),
             flash: None,
+            warms: false,
             fast: None,
         }
     }

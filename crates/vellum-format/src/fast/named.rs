@@ -8,6 +8,9 @@ use crate::session::SessionNumber;
 /// The longest name of a fast medium in an image, in bytes.
 pub const FAST_NAME_MAX: usize = 511;
 
+/// Parts of a disk in a strip that shows where the fast medium has something.
+pub const STRIP_PARTS: usize = 64;
+
 /// What an image records of its fast medium.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NamedFast {
@@ -52,7 +55,7 @@ pub struct Promoted {
 }
 
 /// The state of an open image's tier.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct TierFacts {
     /// Why the fast medium is not used, if it is not.
     pub trouble: Option<Error>,
@@ -62,6 +65,10 @@ pub struct TierFacts {
     pub units: u64,
     /// How many of them for which reason, in the order of [`Reason::ALL`].
     pub by_reason: [u64; 4],
+    /// How many units the disk has.
+    pub disk_units: u64,
+    /// Of how many units it has something in each of these equal parts of the disk.
+    pub strip: [u64; STRIP_PARTS],
     /// Bytes that they take of it.
     pub used: u64,
     /// At most this many.
@@ -74,8 +81,31 @@ pub struct TierFacts {
     pub failed_reads: u64,
     /// Units that were promoted since the image was opened, and units that were written since and so went back.
     pub promoted: u64,
+    /// How many of those that were promoted for which reason, in the order of [`Reason::ALL`].
+    pub promoted_by: [u64; 4],
     /// See there.
     pub demoted: u64,
+}
+
+impl Default for TierFacts {
+    fn default() -> Self {
+        Self {
+            trouble: None,
+            unit_bytes: 0,
+            units: 0,
+            by_reason: [0; 4],
+            disk_units: 0,
+            strip: [0; STRIP_PARTS],
+            used: 0,
+            budget: 0,
+            fast_reads: [0; 2],
+            slow_reads: [0; 2],
+            failed_reads: 0,
+            promoted: 0,
+            promoted_by: [0; 4],
+            demoted: 0,
+        }
+    }
 }
 
 /// The tier of an open image.
@@ -94,4 +124,25 @@ pub trait Tiers: Send + Sync {
 
     /// What there is to know.
     fn facts(&self) -> TierFacts;
+
+    /// The size of a unit in bytes.
+    fn unit_bytes(&self) -> u64;
+
+    /// Counts from now on what is read of units since they were written: their heat. Whether that is new.
+    fn count_heat(&self) -> bool;
+
+    /// Takes up what [`heat`](Self::heat) gave in an earlier opening, or nothing if it is not of this disk. Whether it is.
+    fn take_up_heat(&self, bytes: &[u8]) -> bool;
+
+    /// The heat, to be kept; nothing if it is not counted.
+    fn heat(&self) -> Option<Vec<u8>>;
+
+    /// Time has passed: all heat is halved.
+    fn age_heat(&self);
+
+    /// Units that have become hot and that the fast medium has not, each once.
+    fn hot(&self, most: usize) -> Vec<GuestSpan>;
+
+    /// The coldest of the units that were promoted for their heat and have lost it.
+    fn cold(&self, most: usize) -> Vec<GuestSpan>;
 }

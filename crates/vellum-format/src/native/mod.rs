@@ -49,6 +49,7 @@ mod fill_linear;
 mod filled;
 mod format;
 pub mod geometry;
+mod heat;
 mod home_pages;
 mod image;
 mod in_use;

@@ -26,7 +26,7 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use vellum_core::{
     BlockSize, Buffer, Context, Error, ErrorKind, GuestOffset, GuestSpan, ImageOffset, LocalFuture, Result,
@@ -34,12 +34,15 @@ use vellum_core::{
 };
 
 use super::geometry::{Bits, Region};
+use super::heat::Heat;
 use super::image::{Native, Origin};
 use super::publish::WORD_COST;
 use super::tier_state::{Copied, Leaving, State, Tally, Tier};
 use crate::engine::Commit as _;
 use crate::epochs::{Epochs, Inside};
-use crate::fast::{FastMedium, OpenRow, Part, Promoted, Promotion, Reason, SLOT_BYTES, TierFacts, Tiers};
+use crate::fast::{
+    FastMedium, OpenRow, Part, Promoted, Promotion, Reason, SLOT_BYTES, STRIP_PARTS, TierFacts, Tiers,
+};
 use crate::hash::{HashMap, HashSet};
 use crate::state::{UnderWay, lock};
 
@@ -88,6 +91,7 @@ impl Native {
             counts: AtomicBool::new(counts),
             begun: async_lock::Mutex::new(false),
             tally: Tally::default(),
+            heat: OnceLock::new(),
         };
         drop(self.tier.set(tier));
         Ok(())
@@ -167,6 +171,7 @@ impl Native {
     /// Called before anything changes what the disk reads as there. The change is made while the guard exists.
     pub(super) async fn before_change<'a>(&self, tier: &'a Tier, span: GuestSpan) -> Result<Inside<'a>> {
         let inside = tier.epochs.enter();
+        tier.note_change(self.units_of_span(span));
         if tier.listed.load(SeqCst) > 0 && !span.is_empty() {
             self.end_copies(tier, self.units_of_span(span)).await?;
         }
@@ -177,10 +182,10 @@ impl Native {
     /// many the fast medium had.
     async fn end_copies(&self, tier: &Tier, range: Range<u64>) -> Result<u64> {
         let copied = tier.with(|state| {
-            for unit in Tier::within(&range, state.marks.iter()) {
+            for unit in Tier::within(&range, state.marks.iter(), |unit| state.marks.contains(unit)) {
                 state.marks.remove(&unit);
             }
-            Tier::within(&range, state.copied.keys())
+            Tier::within(&range, state.copied.keys(), |unit| state.copied.contains_key(unit))
         });
         self.clear_bits(tier, &copied).await?;
         self.end_clearing(tier, |unit| range.contains(&unit)).await?;
@@ -243,6 +248,7 @@ impl Native {
         span: GuestSpan,
         mut buffer: Buffer,
     ) -> Result<Buffer> {
+        tier.note_read(self.unit().expect("only a table has a tier"), span);
         if tier.listed.load(SeqCst) == 0 || span.is_empty() {
             Tally::note(&tier.tally.slow, span.len());
             return self.read_span(span, buffer).await;
@@ -576,7 +582,7 @@ impl Native {
             drop(gate);
             done.units += set;
             done.written += copies.len() as u64 - set;
-            tier.tally.promoted.fetch_add(set, SeqCst);
+            tier.tally.promoted[index_of(round.reason)].fetch_add(set, SeqCst);
         }
         self.engine.commits.note_change();
         Ok(())
@@ -588,6 +594,10 @@ impl Native {
             self.tier_trouble.get().cloned().unwrap_or_else(|| Error::unsupported(why))
         })
     }
+}
+
+fn index_of(reason: Reason) -> usize {
+    Reason::ALL.iter().position(|one| *one == reason).expect("one of all")
 }
 
 impl Tiers for Native {
@@ -633,15 +643,61 @@ impl Tiers for Native {
             budget: tier.row.budget(),
             ..TierFacts::default()
         };
-        for copied in lock(&tier.state).copied.values() {
+        facts.disk_units = self.places.shape().units();
+        for (unit, copied) in &lock(&tier.state).copied {
             facts.units += 1;
-            let index = Reason::ALL.iter().position(|reason| *reason == copied.reason);
-            facts.by_reason[index.expect("one of all")] += 1;
+            facts.by_reason[index_of(copied.reason)] += 1;
+            let part = |unit: u64| {
+                let part = u128::from(unit) * STRIP_PARTS as u128 / u128::from(facts.disk_units.max(1));
+                usize::try_from(part).unwrap_or(STRIP_PARTS).min(STRIP_PARTS)
+            };
+            let (from, upto) = (part(*unit), part(*unit + 1));
+            facts.strip[from..upto.max(from + 1).min(STRIP_PARTS)].iter_mut().for_each(|units| *units += 1);
         }
         let get = |number: &AtomicU64| number.load(SeqCst);
         let Tally { fast, slow, failed, promoted, demoted } = &tier.tally;
         (facts.fast_reads, facts.slow_reads) = (fast.each_ref().map(get), slow.each_ref().map(get));
-        (facts.failed_reads, facts.promoted, facts.demoted) = (get(failed), get(promoted), get(demoted));
+        facts.promoted_by = promoted.each_ref().map(get);
+        facts.promoted = facts.promoted_by.iter().sum();
+        (facts.failed_reads, facts.demoted) = (get(failed), get(demoted));
         facts
+    }
+
+    fn unit_bytes(&self) -> u64 {
+        self.unit().map_or(0, BlockSize::bytes)
+    }
+
+    fn count_heat(&self) -> bool {
+        let Some(tier) = self.tier.get() else { return false };
+        let mut is_new = false;
+        tier.heat.get_or_init(|| {
+            is_new = true;
+            Heat::new(self.places.shape().units(), self.unit_bytes())
+        });
+        is_new
+    }
+
+    fn take_up_heat(&self, bytes: &[u8]) -> bool {
+        self.tier.get().and_then(|tier| tier.heat.get()).is_some_and(|heat| heat.take_up(bytes))
+    }
+
+    fn heat(&self) -> Option<Vec<u8>> {
+        Some(self.tier.get()?.heat.get()?.to_bytes())
+    }
+
+    fn age_heat(&self) {
+        if let Some(tier) = self.tier.get() {
+            tier.age_heat();
+        }
+    }
+
+    fn hot(&self, most: usize) -> Vec<GuestSpan> {
+        let hot = self.tier.get().map(|tier| tier.hot(most)).unwrap_or_default();
+        hot.into_iter().map(|unit| self.span_of_unit(unit)).collect()
+    }
+
+    fn cold(&self, most: usize) -> Vec<GuestSpan> {
+        let cold = self.tier.get().map(|tier| tier.cold(most)).unwrap_or_default();
+        cold.into_iter().map(|unit| self.span_of_unit(unit)).collect()
     }
 }

@@ -2,12 +2,16 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
+
+use vellum_core::{BlockSize, GuestSpan};
 
 use crate::epochs::Epochs;
 use crate::fast::{OpenRow, Reason};
 use crate::hash::{HashMap, HashSet};
 use crate::state::lock;
+
+use super::heat::Heat;
 
 /// A unit that the fast medium has.
 pub(super) struct Copied {
@@ -38,7 +42,8 @@ pub(super) struct Tally {
     pub(super) fast: [AtomicU64; 2],
     pub(super) slow: [AtomicU64; 2],
     pub(super) failed: AtomicU64,
-    pub(super) promoted: AtomicU64,
+    /// By reason.
+    pub(super) promoted: [AtomicU64; 4],
     pub(super) demoted: AtomicU64,
 }
 
@@ -60,6 +65,8 @@ pub(super) struct Tier {
     /// Whether this opening has begun a session. Held by the one promotion that is under way.
     pub(super) begun: async_lock::Mutex<bool>,
     pub(super) tally: Tally,
+    /// Counted once that is asked for.
+    pub(super) heat: OnceLock<Heat>,
 }
 
 impl Tier {
@@ -71,9 +78,65 @@ impl Tier {
         done
     }
 
-    /// The units of a list that lie in a range, which may be much longer than the list.
-    pub(super) fn within<'a>(range: &Range<u64>, units: impl Iterator<Item = &'a u64>) -> Vec<u64> {
-        units.copied().filter(|unit| range.contains(unit)).collect()
+    /// The units of a list that lie in a range: the shorter of the two is gone through.
+    pub(super) fn within<'a>(
+        range: &Range<u64>,
+        mut units: impl ExactSizeIterator<Item = &'a u64>,
+        has: impl Fn(&u64) -> bool,
+    ) -> Vec<u64> {
+        match range.end.saturating_sub(range.start) <= units.len() as u64 {
+            true => range.clone().filter(|unit| has(unit)).collect(),
+            false => units.by_ref().copied().filter(|unit| range.contains(unit)).collect(),
+        }
+    }
+
+    /// A guest reads there.
+    pub(super) fn note_read(&self, unit: BlockSize, span: GuestSpan) {
+        let Some(heat) = self.heat.get() else { return };
+        for piece in unit.pieces_of(span) {
+            heat.read(unit.cluster_of(piece.start()).index(), piece.len());
+        }
+    }
+
+    /// What the disk reads as changes there.
+    pub(super) fn note_change(&self, units: Range<u64>) {
+        let Some(heat) = self.heat.get() else { return };
+        let mut copied = match self.listed.load(SeqCst) {
+            0 => Vec::new(),
+            _ => {
+                let copied = &lock(&self.state).copied;
+                Self::within(&units, copied.keys(), |unit| copied.contains_key(unit))
+            }
+        };
+        copied.sort_unstable();
+        // Far more than one request has: a discard of the disk, which its owner will not repeat soon.
+        units.for_each(|unit| heat.written(unit, copied.binary_search(&unit).is_ok()));
+    }
+
+    /// Units that are hot and that the fast medium has not; few.
+    pub(super) fn hot(&self, most: usize) -> Vec<u64> {
+        let Some(heat) = self.heat.get() else { return Vec::new() };
+        heat.take_hot(most, |unit| lock(&self.state).copied.contains_key(&unit))
+    }
+
+    /// Units that were promoted for their heat, and have lost it; the coldest.
+    pub(super) fn cold(&self, most: usize) -> Vec<u64> {
+        let Some(heat) = self.heat.get() else { return Vec::new() };
+        let mut cold: Vec<(u16, u64)> = {
+            let state = lock(&self.state);
+            let warm = state.copied.iter().filter(|(_, copied)| copied.reason == Reason::Heat);
+            let cold = warm.map(|(unit, _)| *unit).filter(|unit| heat.is_cold(*unit));
+            cold.map(|unit| (heat.heat(unit), unit)).collect()
+        };
+        cold.sort_unstable();
+        cold.truncate(most);
+        cold.into_iter().map(|(_, unit)| unit).collect()
+    }
+
+    pub(super) fn age_heat(&self) {
+        if let Some(heat) = self.heat.get() {
+            heat.age(|unit| lock(&self.state).copied.contains_key(&unit));
+        }
     }
 
     /// Frees the slots that are known to be unused.

@@ -34,5 +34,5 @@ pub use filler::{Activity, Filler, FillerTurns, Guest, Outcome};
 pub use memory::CopyMemory;
 pub(crate) use missing::is_whole;
 pub use order::Run;
-pub use pace::{PrefetchLimits, SideLimits};
+pub use pace::{Pace, PrefetchLimits, Side, SideLimits, rest_after};
 pub use tap::{Tap, TapCounts, TapOptions};

@@ -63,8 +63,10 @@ pub struct PrefetchLimits {
 
 /// A side of a prefetcher.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Side {
+pub enum Side {
+    /// What is read.
     Base,
+    /// What is written.
     Image,
 }
 
@@ -125,7 +127,7 @@ impl Gauge {
 
 /// The state of a prefetcher's pace.
 #[derive(Debug)]
-pub(super) struct Pace {
+pub struct Pace {
     base: Gauge,
     image: Gauge,
     window_began: Duration,
@@ -135,7 +137,8 @@ pub(super) struct Pace {
 }
 
 impl Pace {
-    pub(super) fn new(limits: PrefetchLimits, now: Duration) -> Self {
+    /// A pace with these limits, from now on.
+    pub fn new(limits: PrefetchLimits, now: Duration) -> Self {
         let (base, image) = (Gauge::new(limits.base), Gauge::new(limits.image));
         Self { base, image, window_began: now, paused_until: now, pause_max: PAUSE_FIRST }
     }
@@ -148,27 +151,27 @@ impl Pace {
     }
 
     /// From when on the next piece may be fetched.
-    pub(super) fn ready_at(&self) -> Duration {
+    pub fn ready_at(&self) -> Duration {
         self.base.ready_at().max(self.image.ready_at()).max(self.paused_until)
     }
 
     /// Until when it pauses because of contention, if it does.
-    pub(super) fn paused_until(&self, now: Duration) -> Option<Duration> {
+    pub fn paused_until(&self, now: Duration) -> Option<Duration> {
         (self.paused_until > now).then_some(self.paused_until)
     }
 
     /// A request of this many bytes begins.
-    pub(super) fn begin(&mut self, side: Side, bytes: u64, now: Duration) {
+    pub fn begin(&mut self, side: Side, bytes: u64, now: Duration) {
         self.side(side).begin(bytes, now);
     }
 
     /// It has ended, and this many bytes were moved.
-    pub(super) fn end(&mut self, side: Side, bytes: u64, now: Duration) {
+    pub fn end(&mut self, side: Side, bytes: u64, now: Duration) {
         self.side(side).end(bytes, now);
     }
 
     /// Looks at the window, if it is over. Returns the pause that begins, if one does.
-    pub(super) fn look(&mut self, now: Duration, chance: &mut Random) -> Option<Duration> {
+    pub fn look(&mut self, now: Duration, chance: &mut Random) -> Option<Duration> {
         if now.saturating_sub(self.window_began) < WINDOW {
             return None;
         }
@@ -192,7 +195,7 @@ impl Pace {
 }
 
 /// How long to rest after a piece that took this long, beside a guest that is at work.
-pub(super) fn rest_after(took: Duration) -> Duration {
+pub fn rest_after(took: Duration) -> Duration {
     (took * REST).min(REST_MAX)
 }
 

@@ -31,6 +31,8 @@ pub(crate) mod snapshot;
 pub(crate) mod stats;
 pub(crate) mod template;
 pub(crate) mod tier;
+mod tier_disk;
+mod tier_files;
 pub(crate) mod trace;
 
 use std::process::ExitCode;

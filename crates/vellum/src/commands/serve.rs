@@ -217,6 +217,13 @@ pub(crate) struct Args {
     /// all of its disks. Without it, an attached disk is served from its image, and the first write makes its copies void.
     #[arg(long, value_name = "PATH", help_heading = FLASH)]
     fast: Option<PathBuf>,
+    /// Copy what guests read often to the fast medium
+    ///
+    /// The heat of a unit is how much was read of it since it was written last, and fades. Units are copied while guests are at
+    /// work, a few at a time, within the budget of the disk. Cold ones that were copied for their heat make room. What is still
+    /// only in a backing image is not copied.
+    #[arg(long, value_name = "on|off", value_parser = parse_switch, requires = "fast", help_heading = FLASH)]
+    tier_heat: Option<bool>,
     /// Run this command when the device of a vellum image is nearly full
     ///
     /// The image needs layout=zoned or table. The command is run without a shell; {device}, {size} (the new size
@@ -619,6 +626,7 @@ pub(crate) fn run(args: Args) -> Outcome {
         session_limits: Default::default(),
         drain_time: Duration::from_secs(args.drain_seconds),
         fast: args.fast.clone(),
+        tier_heat: args.tier_heat.unwrap_or(false),
         flash: args.flash.clone().map(|path| FlashSpec {
             path,
             keeps_dirty: args.flash_keep,

@@ -92,6 +92,19 @@ fn flash(said: &Value) -> Option<String> {
     ))
 }
 
+/// What the disk has on its fast medium, and which reads went there.
+fn tier(said: &Value) -> Option<String> {
+    let units = said["units"].as_u64()?;
+    let (fast, slow) = (number(&said["fast-reads"]), number(&said["slow-reads"]));
+    let ratio =
+        (fast * 100).checked_div(fast + slow).map_or_else(String::new, |ratio| format!(" ({ratio} %)"));
+    let copied = human_bytes(units * number(&said["unit-size"]));
+    Some(format!(
+        "fast medium: {copied}; reads: {fast}{ratio} fast, {slow} slow, {} failed",
+        number(&said["failed-reads"])
+    ))
+}
+
 /// From where the tables of the disk and of the images below it were read.
 fn tables(said: &Value) -> Option<String> {
     let sum = |name: &str| number(&said["tables"][name]) + number(&said["below-tables"][name]);
@@ -141,6 +154,7 @@ fn details(disk: &Value) -> Vec<String> {
     }
     lines.extend(flash(&disk["flash"]));
     lines.extend(tables(&disk["flash"]));
+    lines.extend(tier(&disk["tier"]));
     if let Some(error) = disk["flash"]["last-error"].as_str() {
         lines.push(format!("the flash cache can't write home: {error}"));
     }

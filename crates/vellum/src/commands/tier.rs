@@ -1,5 +1,6 @@
 //! `vellum tier`: which parts of a disk also lie on a fast medium.
 
+use std::io::IsTerminal as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -7,12 +8,15 @@ use clap::Subcommand;
 use serde_json::{Value, json};
 use vellum_core::{Error, Result};
 use vellum_daemon::control::{Request, call};
+use vellum_daemon::pins::{FileTimes, pins_of};
 use vellum_daemon::tier::{self, FastFor, Ranges, facts_json};
 use vellum_daemon::{ImageOptions, IoMode, run as run_worker};
 
-use super::{Failure, Outcome, if_locked};
+use super::Outcome;
+use super::tier_disk::{OfDisk, WithFast, in_use, options_of, say_units};
+use super::tier_files::{self, PinArgs, UnpinArgs};
 use crate::args::{AllowArgs, OutputFormat, parse_size};
-use crate::output::{human_bytes, say, say_json};
+use crate::output::{human_bytes, printable, say, say_json, table};
 
 /// Keep copies of parts of a disk on a fast medium
 ///
@@ -31,8 +35,12 @@ enum Verb {
     Attach(AttachArgs),
     Detach(DetachArgs),
     Status(StatusArgs),
+    List(ListArgs),
+    Forget(ForgetArgs),
+    Pin(PinArgs),
+    Unpin(UnpinArgs),
     Promote(PromoteArgs),
-    Demote(PromoteArgs),
+    Demote(DemoteArgs),
 }
 
 /// A fast medium that is made or used for an image.
@@ -88,6 +96,36 @@ struct DetachArgs {
     image: PathBuf,
 }
 
+/// List the disks that a fast medium has copies of
+///
+/// The medium must not be in use. USED may count copies that are void.
+#[derive(clap::Args)]
+struct ListArgs {
+    /// The fast medium
+    #[arg(long, value_name = "PATH")]
+    fast: PathBuf,
+    /// Output format
+    #[arg(long, value_enum, default_value_t)]
+    output: OutputFormat,
+}
+
+/// Free the space of a disk on a fast medium, without its image
+///
+/// For an image that was deleted. An image that still exists has no copies there afterwards, and loses nothing. The medium must
+/// not be in use.
+#[derive(clap::Args)]
+struct ForgetArgs {
+    /// The fast medium
+    #[arg(long, value_name = "PATH")]
+    fast: PathBuf,
+    /// Output format
+    #[arg(long, value_enum, default_value_t)]
+    output: OutputFormat,
+    /// The disk: a UUID or a name that `vellum tier list` shows
+    #[arg(value_name = "UUID|NAME")]
+    row: String,
+}
+
 /// Show what a disk has on its fast medium
 #[derive(clap::Args)]
 struct StatusArgs {
@@ -105,49 +143,54 @@ struct StatusArgs {
     of: OfDisk,
 }
 
-/// The disk: a closed image, or one of a running server.
-#[derive(clap::Args)]
-struct OfDisk {
-    /// Control socket of the server that serves the disk, as given to `vellum serve --control`
-    #[arg(long, value_name = "PATH", conflicts_with = "image")]
-    control: Option<PathBuf>,
-    /// Export name of the disk; optional if the server has one disk
-    #[arg(long, value_name = "EXPORT", requires = "control")]
-    disk: Option<String>,
-    /// The image
-    #[arg(value_name = "DISK", required_unless_present = "control")]
-    image: Option<PathBuf>,
-}
-
-/// Copy parts of a disk to its fast medium, or back
+/// Copy parts of a disk to its fast medium
 ///
-/// `promote` copies them: they are read from there until they are written. `demote` takes them back: they are read from
-/// the image again. Parts of the disk that its image does not have, because they are read from the backing image, are
-/// promoted only with --copy. It is better to put the backing image itself on fast storage, once for all of its clones.
+/// They are read from there until they are written. Parts of the disk that its image does not have, because they are read
+/// from the backing image, are promoted only with --copy. It is better to put the backing image itself on fast storage,
+/// once for all of its clones.
 ///
 /// The unit is that of the image (unit_size). A range promotes each unit that it touches. With --control the disk of a
 /// running server is changed while it is served.
+///
+/// With --old-mtime and --recent-atime, the parts are those that hold bytes of files which the guest wrote long ago and has
+/// read lately, as its file system says (ext2, ext3, ext4). A guest that mounts with noatime does not record what it reads.
 #[derive(clap::Args)]
 struct PromoteArgs {
-    /// The fast medium
-    #[arg(long, value_name = "PATH", required_unless_present = "control", conflicts_with = "control")]
-    fast: Option<PathBuf>,
+    /// A part of the disk, such as 1G+64M; may be given several times
+    #[arg(
+        long,
+        value_name = "OFFSET+LENGTH",
+        value_parser = parse_range,
+        required_unless_present_any = ["all", "old_mtime", "recent_atime"]
+    )]
+    range: Vec<(u64, u64)>,
+    /// The whole disk
+    #[arg(long, conflicts_with = "range")]
+    all: bool,
+    /// Files that were not written for this many days
+    #[arg(long, value_name = "DAYS", requires = "recent_atime", conflicts_with_all = ["range", "all"])]
+    old_mtime: Option<u32>,
+    /// And were read within this many days
+    #[arg(long, value_name = "DAYS", requires = "old_mtime", conflicts_with_all = ["range", "all"])]
+    recent_atime: Option<u32>,
+    /// Also copy what is read from the backing image
+    #[arg(long)]
+    copy: bool,
+    #[command(flatten)]
+    with: WithFast,
+}
+
+/// Read parts of a disk from its image again
+#[derive(clap::Args)]
+struct DemoteArgs {
     /// A part of the disk, such as 1G+64M; may be given several times
     #[arg(long, value_name = "OFFSET+LENGTH", value_parser = parse_range, required_unless_present = "all")]
     range: Vec<(u64, u64)>,
     /// The whole disk
     #[arg(long, conflicts_with = "range")]
     all: bool,
-    /// Also copy what is read from the backing image
-    #[arg(long)]
-    copy: bool,
-    /// Output format
-    #[arg(long, value_enum, default_value_t)]
-    output: OutputFormat,
     #[command(flatten)]
-    allow: AllowArgs,
-    #[command(flatten)]
-    of: OfDisk,
+    with: WithFast,
 }
 
 /// Offset and length of a part of a disk.
@@ -163,13 +206,13 @@ pub(crate) fn run(args: &Args) -> Outcome {
         Verb::Attach(args) => attach(args),
         Verb::Detach(args) => detach(args),
         Verb::Status(args) => status(args),
+        Verb::List(args) => list(args),
+        Verb::Forget(args) => forget(args),
+        Verb::Pin(args) => tier_files::pin(args),
+        Verb::Unpin(args) => tier_files::unpin(args),
         Verb::Promote(args) => promote(args),
         Verb::Demote(args) => demote(args),
     }
-}
-
-fn in_use(error: Error) -> Failure {
-    if_locked(error, "stop that server first, or ask it with --control PATH")
 }
 
 fn attach(args: &AttachArgs) -> Outcome {
@@ -210,13 +253,49 @@ fn detach(args: &DetachArgs) -> Outcome {
             "space-freed": fast.is_some(),
         })),
         OutputFormat::Human => say(&match (named, fast) {
-            (None, _) => format!("{name} names no fast medium"),
+            (None, None) => format!("{name} names no fast medium"),
+            (None, Some(_)) => format!("{name} named no fast medium; its space there is free"),
             (Some(named), Some(_)) => format!("{name} is detached from {}", named.name),
             (Some(named), None) => format!(
                 "{name} is detached from {0}; its space there stays taken. To free it: `vellum tier detach --fast {0} {name}`",
                 named.name
             ),
         }),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn list(args: &ListArgs) -> Outcome {
+    let (free, rows) = run_worker(IoMode::Auto, async || tier::rows(&args.fast).await)?.map_err(in_use)?;
+    match args.output {
+        OutputFormat::Json => say_json(&json!({ "free-bytes": free, "disks": rows })),
+        OutputFormat::Human => {
+            let row = |row: &tier::TierRow| {
+                let (used, budget) = (human_bytes(row.used_bytes), human_bytes(row.budget_bytes));
+                [printable(&row.filename).into_owned(), row.uuid.clone(), used, budget]
+            };
+            table(["DISK", "UUID", "USED", "BUDGET"], 2, rows.iter().map(row))
+                .iter()
+                .for_each(|line| say(line));
+            say(&format!("{} free", human_bytes(free)));
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn forget(args: &ForgetArgs) -> Outcome {
+    let row =
+        run_worker(IoMode::Auto, async || tier::forget(&args.fast, &args.row).await)?.map_err(in_use)?;
+    match args.output {
+        OutputFormat::Json => say_json(&json!(row)),
+        OutputFormat::Human => {
+            let (name, freed) = (printable(&row.filename), human_bytes(row.used_bytes));
+            say(&format!(
+                "{} has nothing of {name} ({}) any more; {freed} are free",
+                args.fast.display(),
+                row.uuid
+            ));
+        }
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -232,6 +311,7 @@ fn status(args: &StatusArgs) -> Outcome {
             let mut answer = facts.as_ref().map_or_else(|| json!({}), facts_json);
             answer["fast"] = json!(named.as_ref().map(|named| named.name.clone()));
             answer["counts"] = json!(named.is_some_and(|named| named.counts));
+            answer["pins"] = json!(run_worker(IoMode::Auto, async || pins_of(image).await)??);
             (image.display().to_string(), answer)
         }
         (None, control) => {
@@ -274,6 +354,9 @@ fn status_text(name: &str, answer: &Value) -> String {
                 lines.push(format!("  {reason}: {count}"));
             }
         }
+        if std::io::stdout().is_terminal() {
+            lines.extend(strip(answer));
+        }
         let reads = |which: &str| {
             let bytes = human_bytes(number(&format!("{which}-read-bytes")));
             format!("{} ({bytes})", number(&format!("{which}-reads")))
@@ -286,87 +369,82 @@ fn status_text(name: &str, answer: &Value) -> String {
             ));
         }
     }
+    for pin in answer["pins"].as_array().into_iter().flatten() {
+        lines.push(format!("  pinned: {}", tier_files::pin_text(pin)));
+    }
     lines.join("\n")
 }
 
-fn ranges_of(args: &PromoteArgs) -> Ranges {
-    Ranges { ranges: args.range.clone(), copies_base: args.copy }
-}
-
-/// The server's answer, for a disk of a server.
-fn ask(args: &PromoteArgs, demote: bool) -> Result<Option<Value>, Failure> {
-    let Some(control) = &args.of.control else { return Ok(None) };
-    let Ranges { ranges, copies_base } = ranges_of(args);
-    let request = Request::TierPromote { disk: args.of.disk.clone(), ranges, copy: copies_base, demote };
-    Ok(Some(run_worker(IoMode::Auto, async || call(control, &request).await)??))
-}
-
-fn options_of(allow: &AllowArgs) -> ImageOptions {
-    ImageOptions {
-        allow_dirs: allow.places(),
-        remote_timeout: allow.remote_timeout,
-        ..ImageOptions::default()
-    }
+/// The disk from its start to its end, and how much of each part is copied.
+fn strip(answer: &Value) -> Option<String> {
+    const SHADES: [char; 5] = ['·', '░', '▒', '▓', '█'];
+    let parts = answer["strip"].as_array().filter(|parts| !parts.is_empty())?;
+    let whole = answer["disk-units"].as_u64()?.div_ceil(parts.len() as u64).max(1);
+    let shade = |part: &Value| match part.as_u64().unwrap_or_default() {
+        0 => SHADES[0],
+        units => SHADES[usize::try_from((units * 4).div_ceil(whole).clamp(1, 4)).unwrap_or(4)],
+    };
+    Some(format!("  [{}]", parts.iter().map(shade).collect::<String>()))
 }
 
 fn promote(args: &PromoteArgs) -> Outcome {
-    let answer = match ask(args, false)? {
+    if let (Some(old_mtime), Some(recent_atime)) = (args.old_mtime, args.recent_atime) {
+        let times = FileTimes { old_mtime, recent_atime, copy: args.copy };
+        return tier_files::promote_by_times(times, &args.with);
+    }
+    let ranges = Ranges { ranges: args.range.clone(), copies_base: args.copy };
+    let asked = args.with.ask(|disk| {
+        let (ranges, copy) = (ranges.ranges.clone(), args.copy);
+        Request::TierPromote { disk, ranges, copy, demote: false }
+    });
+    let answer = match asked? {
         Some(answer) => answer,
         None => {
-            let (image, fast) = both(args);
-            let (ranges, options) = (ranges_of(args), options_of(&args.allow));
+            let (image, fast, options) = args.with.closed();
             let done =
                 run_worker(IoMode::Auto, async || tier::promote(&image, &fast, &ranges, &options).await)?;
             json!(done.map_err(in_use)?)
         }
     };
-    if args.output == OutputFormat::Json {
-        say_json(&answer);
-        return Ok(ExitCode::SUCCESS);
-    }
-    let number = |field: &str| answer[field].as_u64().unwrap_or_default();
-    let bytes = human_bytes(number("promoted") * number("unit-size"));
-    say(&format!("{} units ({bytes}) are on the fast medium now", number("promoted")));
-    for (field, what) in [
-        ("there", "were there already"),
-        ("in-backing", "are read from the backing image: --copy promotes them, too"),
-        ("zero", "are zero"),
-        ("written", "were written meanwhile"),
-        ("no-room", "found no room: the medium is full, or the budget is spent"),
-        (
-            "no-bit",
-            "lie behind the end that the disk had when it was attached: detach it and attach it again",
-        ),
-    ] {
-        if number(field) > 0 {
-            say(&format!("  {} {what}", number(field)));
-        }
+    if !args.with.says_json(&answer) {
+        say_units(&answer);
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn both(args: &PromoteArgs) -> (PathBuf, PathBuf) {
-    let image = args.of.image.clone().expect("an image or a socket is given");
-    (image, args.fast.clone().expect("required with an image"))
-}
-
-fn demote(args: &PromoteArgs) -> Outcome {
-    let answer = match ask(args, true)? {
+fn demote(args: &DemoteArgs) -> Outcome {
+    let ranges = Ranges { ranges: args.range.clone(), copies_base: false };
+    let asked = args.with.ask(|disk| Request::TierPromote {
+        disk,
+        ranges: ranges.ranges.clone(),
+        copy: false,
+        demote: true,
+    });
+    let answer = match asked? {
         Some(answer) => answer,
         None => {
-            let (image, fast) = both(args);
-            let (ranges, options) = (ranges_of(args), options_of(&args.allow));
+            let (image, fast, options) = args.with.closed();
             let units =
                 run_worker(IoMode::Auto, async || tier::demote(&image, &fast, &ranges, &options).await)?;
             json!({ "demoted": units.map_err(in_use)? })
         }
     };
-    match args.output {
-        OutputFormat::Json => say_json(&answer),
-        OutputFormat::Human => {
-            let units = answer["demoted"].as_u64().unwrap_or_default();
-            say(&format!("{units} units are read from the image again"));
-        }
+    if !args.with.says_json(&answer) {
+        let units = answer["demoted"].as_u64().unwrap_or_default();
+        say(&format!("{units} units are read from the image again"));
     }
     Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_strip_shows_how_much_of_each_part_is_copied() {
+        let answer = json!({ "disk-units": 32, "strip": [0, 1, 4, 5, 8, 9, 0, 2] });
+        // Four units a part.
+        assert_eq!(strip(&answer).as_deref(), Some("  [·░████·▒]"));
+        assert_eq!(strip(&json!({ "strip": [] })), None);
+    }
 }

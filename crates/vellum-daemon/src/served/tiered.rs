@@ -1,0 +1,117 @@
+//! The fast medium of a disk that is served: pins and file times, read from a snapshot.
+//!
+//! ```text
+//!   snapshot made ► the guest's file system is read from it ► snapshot deleted ► units promoted, while guests are at work
+//! ```
+//!
+//! 1. One change of pins at a time.
+//! 2. The snapshot has a name of its own. One that a crash has left is deleted by the next change.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize};
+
+use vellum_core::{Disk, Error, ErrorKind, Result};
+
+use super::{Served, kept};
+use crate::pins::{ChosenFiles, FileTimes, PinChange, Pinning, apply_times, find_by_times, pins_of};
+use crate::tier::facts_json;
+
+/// The snapshot that the guest's file system is read from.
+const SNAPSHOT: &str = "vellum-tier-files";
+
+/// What is being done with the fast medium of a disk.
+#[derive(Default)]
+pub(super) struct Tiering {
+    /// A round of promotions for heat has the chain, and ends soon.
+    pub(super) is_warming: AtomicBool,
+    /// Steps that want the chain: no round begins.
+    pub(super) want_alone: AtomicUsize,
+    /// Held while its pins are changed, and while files are chosen by their times.
+    pinning: async_lock::Mutex<()>,
+}
+
+impl Served {
+    /// Changes its pins, and makes its fast medium have what they want.
+    ///
+    /// # Errors
+    /// As for a closed image; what keeps a snapshot from being made.
+    pub(crate) async fn pin(&self, change: &PinChange) -> Result<ChosenFiles> {
+        let _one = self.tiering.pinning.lock().await;
+        let pinning = Pinning::begin(&self.canonical, change).await?;
+        let found = self.read_files(async |disk| pinning.find(disk).await).await?;
+        let chain = self.chain.read().await;
+        pinning.apply(&self.canonical, chain.as_ref().ok_or_else(|| self.is_closed())?, found).await
+    }
+
+    /// Copies the files that were written long ago and read lately.
+    ///
+    /// # Errors
+    /// As above.
+    pub(crate) async fn promote_by_times(&self, times: FileTimes) -> Result<ChosenFiles> {
+        let _one = self.tiering.pinning.lock().await;
+        let found = self.read_files(async |disk| find_by_times(disk, times).await).await?;
+        let chain = self.chain.read().await;
+        apply_times(&self.canonical, chain.as_ref().ok_or_else(|| self.is_closed())?, found).await
+    }
+
+    /// What its fast medium has, and its pins.
+    ///
+    /// # Errors
+    /// As for what it has; those of the pins file.
+    pub(crate) async fn tier_status(&self) -> Result<serde_json::Value> {
+        let mut facts = self.tier_facts().await?;
+        facts["pins"] = serde_json::json!(pins_of(&self.canonical).await?);
+        Ok(facts)
+    }
+
+    /// What it has on its fast medium, if there is one; nothing while another task has the chain.
+    pub(super) fn tier_now(&self) -> Option<serde_json::Value> {
+        let chain = self.chain.try_read()?;
+        let tier = chain.as_ref()?.tier()?;
+        Some(facts_json(&tier.facts()))
+    }
+
+    /// Counts what is read from now on, if that is wanted: before the first request.
+    pub(super) fn count_heat(&self) {
+        let Some(chain) = self.chain.try_read().filter(|_| self.how.warms) else { return };
+        if let Some(tier) = chain.as_ref().and_then(|chain| chain.tier()) {
+            tier.count_heat();
+        }
+    }
+
+    /// How many requests guests have made.
+    pub(super) fn requests(&self) -> u64 {
+        let counts = self.disk.counts();
+        counts.reads + counts.writes + counts.flushes + counts.zeroes + counts.discards
+    }
+
+    /// Reads the disk as it is now, while guests go on.
+    async fn read_files<T>(&self, act: impl AsyncFnOnce(&dyn Disk) -> Result<T>) -> Result<T> {
+        if !self.disk_is_written() {
+            return Err(Error::new(
+                ErrorKind::ReadOnly,
+                format!("{} is served read-only", self.path.display()),
+            ));
+        }
+        self.delete_files_snapshot().await?;
+        self.snapshot_create(SNAPSHOT).await?;
+        let read = async {
+            let top = self.top().await?;
+            let snapshots = kept(top.member(), "read")?;
+            let id = snapshots.named(SNAPSHOT)?;
+            let id = id.ok_or_else(|| Error::new(ErrorKind::NotFound, "the snapshot is gone"))?;
+            let disk = snapshots.clone().open(id)?;
+            act(&*disk).await
+        };
+        let read = read.await;
+        let deleted = self.delete_files_snapshot().await;
+        let path = self.path.display().to_string();
+        read.and_then(|read| deleted.map(|()| read)).map_err(|error| error.context(path))
+    }
+
+    async fn delete_files_snapshot(&self) -> Result<()> {
+        match self.snapshot_delete(SNAPSHOT).await {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+            deleted => deleted,
+        }
+    }
+}

@@ -1,0 +1,41 @@
+//! The file systems that fuzzing begins with, which are also read where no `mkfs` is.
+
+use futures_lite::future::block_on;
+use vellum_core::MemoryDisk;
+use vellum_guest::{VolumeKind, find_files, has_path, look, samples};
+
+const KIB: u64 = 1024;
+
+#[test]
+fn a_file_system_that_was_made_by_hand_is_read() {
+    for (image, partitions, at) in [
+        (samples::ext(false), vec![None], 0),
+        (samples::ext(true), vec![None], 0),
+        (samples::partitioned(), vec![Some(1), Some(5)], 16 * KIB),
+    ] {
+        let disk = MemoryDisk::holding(&image);
+        block_on(async {
+            let volumes = look(&*disk).await.expect("its volumes");
+            let found: Vec<_> = volumes.iter().map(|volume| volume.partition).collect();
+            assert_eq!((found, volumes[0].kind), (partitions, VolumeKind::Ext));
+            let spans = async |path: &str| {
+                let found = find_files(&*disk, &volumes[0], &[path.to_owned()], &mut |_| true).await;
+                let found = found.expect(path);
+                let of = |span: &vellum_core::GuestSpan| (span.start().bytes() - at, span.len());
+                (found.files, found.spans.iter().map(of).collect::<Vec<_>>())
+            };
+            // Blocks 3 to 6 of the file were never written, and it ends 100 bytes behind block 8.
+            let file = vec![(20 * KIB, 2 * KIB), (30 * KIB, KIB + 100)];
+            assert_eq!(spans("/d/f").await, (1, file.clone()));
+            assert_eq!(spans("/link/../link").await, (1, file.clone()), "two names, one file");
+            assert_eq!(spans("/old").await, (1, vec![(10 * KIB, KIB), (12 * KIB, KIB)]));
+            assert_eq!(spans("/").await.0, 2);
+            for (path, is_there) in
+                [("/d/none", false), ("/d/f/g", false), ("/d/the same", true), ("/", true)]
+            {
+                assert_eq!(has_path(&*disk, &volumes[0], path).await.expect(path), is_there, "{path}");
+            }
+            assert!(has_path(&*disk, &volumes[0], "d").await.is_err());
+        });
+    }
+}

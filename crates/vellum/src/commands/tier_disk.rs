@@ -1,0 +1,101 @@
+//! The disk of a `vellum tier` command, closed or served, and what became of its units.
+
+use std::path::PathBuf;
+
+use serde_json::Value;
+use vellum_core::Error;
+use vellum_daemon::control::{Request, call};
+use vellum_daemon::{ImageOptions, IoMode, run as run_worker};
+
+use super::{Failure, if_locked};
+use crate::args::{AllowArgs, OutputFormat};
+use crate::output::{human_bytes, say, say_json};
+
+/// The disk: a closed image, or one of a running server.
+#[derive(clap::Args)]
+pub(super) struct OfDisk {
+    /// Control socket of the server that serves the disk, as given to `vellum serve --control`
+    #[arg(long, value_name = "PATH", conflicts_with = "image")]
+    pub(super) control: Option<PathBuf>,
+    /// Export name of the disk; optional if the server has one disk
+    #[arg(long, value_name = "EXPORT", requires = "control")]
+    pub(super) disk: Option<String>,
+    /// The image
+    #[arg(value_name = "DISK", required_unless_present = "control")]
+    pub(super) image: Option<PathBuf>,
+}
+
+/// A disk and its fast medium.
+#[derive(clap::Args)]
+pub(super) struct WithFast {
+    /// The fast medium
+    #[arg(long, value_name = "PATH", required_unless_present = "control", conflicts_with = "control")]
+    fast: Option<PathBuf>,
+    /// Output format
+    #[arg(long, value_enum, default_value_t)]
+    output: OutputFormat,
+    #[command(flatten)]
+    allow: AllowArgs,
+    #[command(flatten)]
+    of: OfDisk,
+}
+
+impl WithFast {
+    /// The server's answer, for a disk of a server.
+    pub(super) fn ask(
+        &self,
+        request: impl FnOnce(Option<String>) -> Request,
+    ) -> Result<Option<Value>, Failure> {
+        let Some(control) = &self.of.control else { return Ok(None) };
+        let request = request(self.of.disk.clone());
+        Ok(Some(run_worker(IoMode::Auto, async || call(control, &request).await)??))
+    }
+
+    /// The image, its fast medium, and how it is opened.
+    pub(super) fn closed(&self) -> (PathBuf, PathBuf, ImageOptions) {
+        let image = self.of.image.clone().expect("an image or a socket is given");
+        (image, self.fast.clone().expect("required with an image"), options_of(&self.allow))
+    }
+
+    pub(super) fn says_json(&self, answer: &Value) -> bool {
+        let is_json = self.output == OutputFormat::Json;
+        if is_json {
+            say_json(answer);
+        }
+        is_json
+    }
+}
+
+pub(super) fn in_use(error: Error) -> Failure {
+    if_locked(error, "stop that server first, or ask it with --control PATH")
+}
+
+pub(super) fn options_of(allow: &AllowArgs) -> ImageOptions {
+    ImageOptions {
+        allow_dirs: allow.places(),
+        remote_timeout: allow.remote_timeout,
+        ..ImageOptions::default()
+    }
+}
+
+/// What became of units that were to be promoted.
+pub(super) fn say_units(answer: &Value) {
+    let number = |field: &str| answer[field].as_u64().unwrap_or_default();
+    let bytes = human_bytes(number("promoted") * number("unit-size"));
+    say(&format!("{} units ({bytes}) are on the fast medium now", number("promoted")));
+    for (field, what) in [
+        ("there", "were there already"),
+        ("in-backing", "are read from the backing image: --copy promotes them, too"),
+        ("zero", "are zero"),
+        ("written", "were written meanwhile"),
+        ("no-room", "found no room: the medium is full, or the budget is spent"),
+        (
+            "no-bit",
+            "lie behind the end that the disk had when it was attached: detach it and attach it again",
+        ),
+    ] {
+        if number(field) > 0 {
+            say(&format!("  {} {what}", number(field)));
+        }
+    }
+}

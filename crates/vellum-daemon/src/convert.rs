@@ -16,16 +16,18 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use vellum_core::{Error, ErrorKind, Result, SharedDisk};
+use vellum_core::{Error, ErrorKind, GuestSpan, Result, SharedDisk};
 use vellum_format::luks::Secrets;
 use vellum_format::{FormatKind, native, qcow2};
 use vellum_io::Draft;
 use vellum_layer::{Chain, Gate};
 
-use crate::copy::{CopyOptions, copy};
+use crate::copy::{CopyCompression, CopyOptions, copy};
 use crate::create::{CreateTarget, create_native, create_qcow2, create_raw, no_new_luks};
 use crate::image::{ImageOptions, open_image};
+use crate::salvage::Salvaged;
 use crate::signals::Stop;
+use crate::window::Window;
 
 /// What a disk is converted into, and how.
 #[derive(Debug, Clone)]
@@ -58,6 +60,19 @@ pub struct Conversion {
     pub sparse_bytes: u64,
     /// Pieces may be written in any order.
     pub out_of_order: bool,
+    /// Write at most this many bytes a second.
+    pub rate: Option<u64>,
+    /// What cannot be read of the source is zero in the copy, and told ([`Step::Lost`]).
+    pub salvages: bool,
+    /// Data is stored compressed.
+    pub compression: Option<ConvertCompression>,
+}
+
+/// How the data of a new image is compressed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ConvertCompression {
+    /// From fast to small; what is usual for the method, when not given.
+    pub level: Option<i32>,
 }
 
 /// How far a conversion is.
@@ -71,6 +86,10 @@ pub enum Step {
     Copied(u64),
     /// No more will be copied: all are, or the copy has failed.
     Ends,
+    /// This could not be read, and is zero in the copy.
+    Lost(GuestSpan),
+    /// So many bytes could not be read in all.
+    LostInAll(u64),
 }
 
 /// Converts an open disk, and closes it. `progress` gets each step. Must be called on a worker.
@@ -84,6 +103,33 @@ pub async fn convert(
     progress: &dyn Fn(Step),
 ) -> Result<()> {
     let disk = source.disk().clone();
+    if !conversion.salvages {
+        return convert_and(&disk, async || source.close().await, conversion, stop, progress).await;
+    }
+    let salvaged = Arc::new(Salvaged::of(disk));
+    let disk: SharedDisk = salvaged.clone();
+    let done = convert_and(&disk, async || source.close().await, conversion, stop, progress).await;
+    let lost = salvaged.lost();
+    lost.runs.iter().for_each(|run| progress(Step::Lost(*run)));
+    if lost.bytes > 0 {
+        progress(Step::LostInAll(lost.bytes));
+    }
+    done
+}
+
+/// As [`convert`], for the part of the disk that begins there and has as many bytes, or as many as the disk has from
+/// there on.
+///
+/// # Errors
+/// Those of [`convert`].
+pub async fn convert_part(
+    source: Chain,
+    (start, bytes): (u64, u64),
+    conversion: &Conversion,
+    stop: &mut Stop,
+    progress: &dyn Fn(Step),
+) -> Result<()> {
+    let disk: SharedDisk = Arc::new(Window::of(source.disk().clone(), start, bytes));
     convert_and(&disk, async || source.close().await, conversion, stop, progress).await
 }
 
@@ -213,6 +259,13 @@ impl Copying<'_> {
         if !target.top().head.is_encrypted() {
             (self.progress)(Step::IsPlain);
         }
+        let compression = match self.compression(&target) {
+            Ok(compression) => compression,
+            Err(error) => {
+                target.close().await?;
+                return Err(error);
+            }
+        };
         (self.progress)(Step::Begins(size));
         let is_fresh = !how.fills_existing && !target.top().storage.limits().fixed_len;
         let copying = CopyOptions {
@@ -220,6 +273,8 @@ impl Copying<'_> {
             sparse_bytes: how.sparse_bytes,
             target_is_zero: is_fresh || how.target_is_zero,
             out_of_order: how.out_of_order,
+            compression,
+            rate: how.rate,
             stop: &stop.flag,
         };
         self.has_begun.set(true);
@@ -229,6 +284,29 @@ impl Copying<'_> {
         // Closed in any case; the first error is reported.
         let closed = target.close().await;
         result.and(closed)
+    }
+}
+
+impl Copying<'_> {
+    /// What compresses the data, if it is to be compressed.
+    fn compression<'a>(&self, target: &'a Chain) -> Result<Option<CopyCompression<'a>>> {
+        let Some(ConvertCompression { level }) = self.how.compression else { return Ok(None) };
+        let name = self.how.target.display();
+        let Some(compressing) = target.top().opened.compressing.as_deref() else {
+            let format = self.how.format;
+            return Err(Error::unsupported(format!(
+                "{name}: {format} images do not store compressed data: use qcow2"
+            )));
+        };
+        let levels = compressing.levels();
+        match level.filter(|level| !levels.contains(level)) {
+            None => Ok(Some(CopyCompression { target: compressing, level })),
+            Some(level) => Err(Error::invalid(format!(
+                "{name}: there is no compression level {level}: use {} to {}",
+                levels.start(),
+                levels.end()
+            ))),
+        }
     }
 }
 

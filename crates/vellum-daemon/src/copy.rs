@@ -8,7 +8,9 @@
 //!    the function has returned. A request to stop does not wait for reads.
 //! 2. Zeros are not written to a target that reads as zero already.
 //! 3. The target is flushed before the copy counts as done.
-//! 4. By default pieces are read several at a time and written one after the other, in the order of the disk:
+//! 4. Into a target that compresses, whole blocks of it are copied. They are compressed where long computations run,
+//!    several pieces at a time, and written many at a time, so that they lie close together.
+//! 5. By default pieces are read several at a time and written one after the other, in the order of the disk:
 //!    a format that allocates on write then lays the copy out in that order.
 
 use std::cell::{Cell, RefCell};
@@ -25,10 +27,18 @@ use vellum_core::{
     BlockSize, Buffer, Context, Error, ErrorKind, GuestOffset, GuestSpan, LocalFuture, Place, Result,
     SharedDisk, WriteFlags, ZeroFlags, is_zero, map_merged, read_below,
 };
+use vellum_format::image::{BlockContent, Compressing, PackedBlock};
 use vellum_io::clock;
 
 /// Bytes copied as one piece.
 const PIECE: u64 = 2 << 20;
+
+/// Compressed data is written when there is this much of it, in bytes: all of it lies together, and what is left of its
+/// last cluster stays free.
+const BATCH_BYTES: usize = 8 << 20;
+
+/// Or when there are this many blocks, because all of them are claimed at once.
+const BATCH_BLOCKS: usize = 4096;
 
 /// How often a read that takes long is looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
@@ -44,8 +54,21 @@ pub struct CopyOptions<'a> {
     pub target_is_zero: bool,
     /// Pieces may be written in any order.
     pub out_of_order: bool,
+    /// Data is compressed by this, which is the target's own.
+    pub compression: Option<CopyCompression<'a>>,
+    /// Write at most this many bytes a second, zeros not counted.
+    pub rate: Option<u64>,
     /// Set from outside to stop between two pieces.
     pub stop: &'a AtomicBool,
+}
+
+/// How the data of a copy is compressed.
+#[derive(Clone, Copy)]
+pub struct CopyCompression<'a> {
+    /// What compresses it and writes it to the target.
+    pub target: &'a dyn Compressing,
+    /// From fast to small; what is usual, when not given.
+    pub level: Option<i32>,
 }
 
 /// Copies all of `source` to the front of `target`, which is at least as long. `progress` gets the bytes
@@ -61,13 +84,30 @@ pub async fn copy(
 ) -> Result<()> {
     let size = source.geometry().size;
     let queue = Queue::default();
-    let piece = |piece| {
+    let batch = Batch::default();
+    let pacer = Pacer::new(options.rate);
+    let piece = |piece: Piece| {
         // Taken here, where pieces come in order, and not when the work is first polled.
         let place = (!options.out_of_order).then(|| queue.join());
-        copy_piece(source, target, piece, options, place)
+        let (batch, pacer) = (&batch, &pacer);
+        async move {
+            if !piece.is_zero {
+                or(pacer.pace(piece.span.len()), stopped(options.stop)).await?;
+            }
+            match options.compression {
+                Some(compression) => {
+                    compress_piece(source, target, piece, options, compression, place, batch).await
+                }
+                None => copy_piece(source, target, piece, options, place).await,
+            }
+        }
     };
-    in_pieces(&[source], GuestOffset::ZERO.span(size), options.pieces_at_once, options.stop, progress, piece)
-        .await?;
+    let unit = options.compression.map_or(ANY_UNIT, |compression| compression.target.block());
+    let all = GuestOffset::ZERO.span(size);
+    in_pieces(&[source], all, unit, options.pieces_at_once, options.stop, progress, piece).await?;
+    if let Some(compression) = options.compression {
+        batch.write(compression.target).await?;
+    }
     target.flush().await.context(|| "can't flush the copy")
 }
 
@@ -111,6 +151,115 @@ async fn copy_piece(
                 target.write_zeroes(part, flags).await.context(context)?;
             }
         }
+    }
+    Ok(None)
+}
+
+/// Holds data back, so that no more of it passes in a second than is allowed.
+struct Pacer {
+    rate: Option<u64>,
+    begun: Duration,
+    passed: Cell<u64>,
+}
+
+impl Pacer {
+    fn new(rate: Option<u64>) -> Self {
+        Self { rate, begun: clock().now(), passed: Cell::new(0) }
+    }
+
+    async fn pace(&self, bytes: u64) -> Result<()> {
+        let Some(rate) = self.rate else { return Ok(()) };
+        let before = self.passed.replace(self.passed.get().saturating_add(bytes));
+        let nanos = u128::from(before) * 1_000_000_000 / u128::from(rate.max(1));
+        let due = self.begun + Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
+        let wait = due.saturating_sub(clock().now());
+        if !wait.is_zero() {
+            clock().sleep(wait).await;
+        }
+        Ok(())
+    }
+}
+
+/// Compressed blocks that are not written yet.
+#[derive(Default)]
+struct Batch(RefCell<(Vec<PackedBlock>, usize)>);
+
+impl Batch {
+    /// Adds one. Returns whether the batch should be written.
+    fn add(&self, block: PackedBlock) -> bool {
+        let mut batch = self.0.borrow_mut();
+        batch.1 += match &block.content {
+            BlockContent::Compressed(bytes) => bytes.len(),
+            BlockContent::Plain(data) => data.len(),
+        };
+        batch.0.push(block);
+        batch.1 >= BATCH_BYTES || batch.0.len() >= BATCH_BLOCKS
+    }
+
+    async fn add_all(&self, blocks: Vec<PackedBlock>, target: &dyn Compressing) -> Result<()> {
+        for block in blocks {
+            if self.add(block) {
+                self.write(target).await?;
+            }
+        }
+        Ok(())
+    }
+
+    async fn write(&self, target: &dyn Compressing) -> Result<()> {
+        let (blocks, _) = self.0.take();
+        match blocks.first().map(|block| block.at) {
+            None => Ok(()),
+            Some(at) => target
+                .write_compressed(blocks)
+                .await
+                .context(|| format!("can't write compressed data from {at} on")),
+        }
+    }
+}
+
+/// As [`copy_piece`], compressed. The piece has whole blocks of the target.
+async fn compress_piece(
+    source: &SharedDisk,
+    target: &SharedDisk,
+    piece: Piece,
+    options: CopyOptions<'_>,
+    compression: CopyCompression<'_>,
+    place: Option<QueuePlace<'_>>,
+    batch: &Batch,
+) -> Result<Option<GuestOffset>> {
+    if piece.is_zero && options.sparse_bytes > 0 {
+        return copy_piece(source, target, piece, options, place).await;
+    }
+    let mut packed = Vec::new();
+    let mut zeros: Vec<GuestSpan> = Vec::new();
+    // A run of zeros that is to be written as data may be long. It is not kept in memory.
+    let is_long = piece.is_zero;
+    if let Some(place) = place.as_ref().filter(|_| is_long) {
+        place.comes().await;
+    }
+    for part in BlockSize::from_bytes(PIECE).expect("a power of two").pieces_of(piece.span) {
+        let mut data = or(read_piece(source, part), stopped(options.stop)).await?;
+        let mut blocks = Vec::new();
+        for block in compression.target.block().pieces_of(part) {
+            let bytes = data.split_to(usize::try_from(block.len()).expect("a piece is small")).contiguous();
+            match options.sparse_bytes > 0 && is_zero(bytes.slice()) {
+                true => zeros.push(block),
+                false => blocks.push((block.start(), bytes)),
+            }
+        }
+        packed.extend(compression.target.compress(blocks, compression.level).await?);
+        if is_long {
+            batch.add_all(std::mem::take(&mut packed), compression.target).await?;
+        }
+    }
+    if let Some(place) = &place {
+        place.comes().await;
+    }
+    batch.add_all(packed, compression.target).await?;
+    for span in zeros.into_iter().filter(|_| !options.target_is_zero) {
+        let flags = ZeroFlags { may_unmap: true, ..ZeroFlags::default() };
+        let context = || format!("can't write zeros at {}", span.start());
+        target.write_zeroes(span, flags).await.context(context)?;
     }
     Ok(None)
 }
@@ -250,7 +399,7 @@ pub async fn compare(
     let size = first.geometry().size.max(second.geometry().size);
     let piece = |piece: Piece| or(compare_piece(first, second, piece), stopped(stop));
     let all = GuestOffset::ZERO.span(size);
-    let found = in_pieces(&[first, second], all, pieces_at_once, stop, progress, piece).await?;
+    let found = in_pieces(&[first, second], all, ANY_UNIT, pieces_at_once, stop, progress, piece).await?;
     Ok(found.map_or(Comparison::Identical, Comparison::DiffersAt))
 }
 
@@ -293,7 +442,7 @@ pub async fn find_zeros(
         found.borrow_mut().extend(zeros.map(|(span, _)| (span.start(), span)));
         Ok(None)
     };
-    in_pieces(&[disk], all, pieces_at_once, stop, progress, piece).await?;
+    in_pieces(&[disk], all, ANY_UNIT, pieces_at_once, stop, progress, piece).await?;
     let mut merged: Vec<GuestSpan> = Vec::new();
     for span in found.into_inner().into_values() {
         match merged.last_mut().filter(|last| last.end() == span.start()) {
@@ -319,11 +468,15 @@ struct Piece {
     is_zero: bool,
 }
 
-/// Walks the run in pieces, several at a time. Stops at the first error, and at the lowest piece for which
+/// Pieces may begin and end anywhere.
+const ANY_UNIT: BlockSize = BlockSize::from_shift(0);
+
+/// Walks the run in pieces, several at a time. All but the last begin and end at multiples of the unit. Stops at the first error, and at the lowest piece for which
 /// `act` returns a value, which is the result.
 async fn in_pieces<'a, F>(
     disks: &[&SharedDisk],
     span: GuestSpan,
+    unit: BlockSize,
     at_once: usize,
     stop: &AtomicBool,
     progress: &dyn Fn(u64),
@@ -341,7 +494,7 @@ where
     loop {
         let goes_on = matches!(outcome, Ok(None)) && !stop.load(Ordering::Relaxed);
         while goes_on && running.len() < at_once.max(1) && !rest.is_empty() {
-            let piece = match next_piece(disks, rest, &mut known).await {
+            let piece = match next_piece(disks, rest, unit, &mut known).await {
                 Ok(piece) => piece,
                 Err(error) => {
                     outcome = Err(error);
@@ -372,10 +525,11 @@ where
 async fn next_piece(
     disks: &[&SharedDisk],
     rest: GuestSpan,
+    unit: BlockSize,
     known: &mut Vec<(GuestSpan, bool)>,
 ) -> Result<Piece> {
     if known.is_empty() {
-        *known = zero_runs(disks, rest).await?;
+        *known = in_units(zero_runs(disks, rest).await?, unit, rest.end());
         known.reverse();
     }
     let (run, is_zero) = known.pop().expect("a map is not empty");
@@ -385,6 +539,43 @@ async fn next_piece(
         known.push((later, is_zero));
     }
     Ok(Piece { span, is_zero })
+}
+
+/// The same runs, but each of them begins and ends at multiples of the unit, or with the disk: a unit is zero if all of
+/// it is. What is left at the end may be asked for again.
+fn in_units(runs: Vec<(GuestSpan, bool)>, unit: BlockSize, end: GuestOffset) -> Vec<(GuestSpan, bool)> {
+    let Some((first, _)) = runs.first().copied() else { return runs };
+    let up = |at: GuestOffset| GuestOffset::new(unit.round_up(at.bytes())).min(end);
+    let mut units: Vec<(GuestSpan, bool)> = Vec::new();
+    let mut at = first.start();
+    for (run, zero) in runs {
+        // A run of zeros begins where a unit does, and data ends where one does.
+        let (start, stop) = match zero {
+            true if run.end() == end => (up(run.start()), end),
+            true => (up(run.start()), GuestOffset::new(unit.round_down(run.end().bytes()))),
+            false => (run.start(), up(run.end())),
+        };
+        if stop <= at || start >= stop {
+            continue;
+        }
+        let mut add = |to: GuestOffset, zero: bool| {
+            if to > at {
+                match units.last_mut() {
+                    Some((last, same)) if *same == zero => *last = GuestSpan::between(last.start(), to),
+                    _ => units.push((GuestSpan::between(at, to), zero)),
+                }
+                at = to;
+            }
+        };
+        if zero {
+            add(start, false);
+        }
+        add(stop, zero);
+    }
+    if units.is_empty() {
+        units.push((GuestSpan::between(at, up(at + 1)), false));
+    }
+    units
 }
 
 /// Which parts of the run read as zero on all disks, from its start. Stops early where an answer does.
@@ -436,7 +627,15 @@ mod tests {
     }
 
     fn options(stop: &AtomicBool) -> CopyOptions<'_> {
-        CopyOptions { pieces_at_once: 8, sparse_bytes: 4096, target_is_zero: true, out_of_order: false, stop }
+        CopyOptions {
+            pieces_at_once: 8,
+            sparse_bytes: 4096,
+            target_is_zero: true,
+            out_of_order: false,
+            compression: None,
+            rate: None,
+            stop,
+        }
     }
 
     #[test]
@@ -454,6 +653,36 @@ mod tests {
         let written = target.counts().bytes_written;
         assert!(written < 4 << 20, "{written} bytes were written of about 1 MiB that is not zero");
         assert_eq!(target.counts().flushes, 1);
+    }
+
+    #[test]
+    fn runs_are_cut_to_whole_units() {
+        let unit = BlockSize::from_shift(4);
+        let run = |start: u64, end: u64, zero| {
+            (GuestSpan::between(GuestOffset::new(start), GuestOffset::new(end)), zero)
+        };
+        let table = [
+            (vec![run(0, 100, true)], vec![run(0, 100, true)]),
+            (vec![run(0, 90, true)], vec![run(0, 80, true)]),
+            (
+                vec![run(0, 5, true), run(5, 9, false), run(9, 100, true)],
+                vec![run(0, 16, false), run(16, 100, true)],
+            ),
+            (vec![run(0, 33, false), run(33, 70, true)], vec![run(0, 48, false), run(48, 64, true)]),
+            (vec![run(0, 8, false), run(8, 24, true), run(24, 40, false)], vec![run(0, 48, false)]),
+            (vec![run(32, 40, true)], vec![run(32, 48, false)]),
+            (vec![run(96, 99, true), run(99, 100, false)], vec![run(96, 100, false)]),
+            (
+                vec![run(0, 17, true), run(17, 18, true), run(18, 98, false)],
+                vec![run(0, 16, true), run(16, 100, false)],
+            ),
+        ];
+        for (runs, expected) in table {
+            assert_eq!(in_units(runs.clone(), unit, GuestOffset::new(100)), expected, "{runs:?}");
+            let same = in_units(runs.clone(), ANY_UNIT, GuestOffset::new(100));
+            let merged = runs.windows(2).any(|pair| pair[0].1 == pair[1].1);
+            assert!(merged || same == runs, "{same:?}");
+        }
     }
 
     #[test]

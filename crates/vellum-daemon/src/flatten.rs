@@ -99,6 +99,8 @@ async fn flatten_open(
         sparse_bytes: SPARSE_BYTES,
         target_is_zero: true,
         out_of_order: false,
+        compression: None,
+        rate: None,
         stop,
     };
     let copied = copy(&missing, disk, copying, &|bytes| progress(size, bytes)).await;

@@ -7,7 +7,7 @@
 //!
 //! In reading order: [`host`] (files as the chain's opener), [`image`] (opening images), [`create`] (making
 //! them), [`mod@clone`] (making many over one template or snapshot), `clones_of` (finding those of a snapshot), [`inspect`] (reporting on them), [`mod@map`] (where their data is), [`closed`] (changing them while
-//! no server uses them), [`mod@copy`] (whole disks: copied, compared), [`mod@convert`] (into another image),
+//! no server uses them), [`mod@copy`] (whole disks: copied, compared), [`mod@convert`] (into another image), [`mod@measure`] (how large one will be), `window` (a part of a disk), `salvage` (one that is damaged), [`mod@bench`] (how fast one is),
 //! [`keys`] (of encrypted images), [`signals`] (that end such work), [`spec`] (the description of a server), [`mod@serve`] and `server` (from
 //! its start to its end), `door` (accepting NBD clients), `tls`, `rights` (of sockets), `served` (its disks
 //! and their snapshots), `meter` (measuring their requests), `metrics` (the figures for Prometheus), `vhost`
@@ -18,6 +18,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod bench;
 pub mod chunk_cache;
 pub mod clone;
 mod clones_of;
@@ -38,6 +39,7 @@ pub mod image;
 pub mod inspect;
 pub mod keys;
 pub mod map;
+pub mod measure;
 mod meter;
 mod metrics;
 pub mod migrate;
@@ -46,6 +48,7 @@ pub mod pins;
 pub mod published;
 pub mod rebase;
 mod rights;
+mod salvage;
 mod seats;
 pub mod serve;
 mod served;
@@ -63,6 +66,7 @@ mod ublk;
 #[path = "ublk_absent.rs"]
 mod ublk;
 mod vhost;
+mod window;
 
 pub use clone::{CloneOf, Cloned, Cloning, NewClone, clone_template};
 pub use create::{

@@ -239,7 +239,14 @@ impl Head for ForeignHead {
             let (offload, tally) = (options.offload, options.tally);
             let files = ForeignFiles { image, parts, below, offload, tally };
             let disk = self.description.open(files).await?;
-            Ok(Opened { disk, snapshots: None, detaching: None, sessions: None, tier: None })
+            Ok(Opened {
+                disk,
+                snapshots: None,
+                compressing: None,
+                detaching: None,
+                sessions: None,
+                tier: None,
+            })
         })
     }
 

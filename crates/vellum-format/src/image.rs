@@ -24,6 +24,7 @@ use vellum_core::{
     Clock, Error, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk, SharedStorage, Storage,
 };
 
+pub use crate::compressing::{BlockContent, Compressing, PackedBlock};
 use crate::fast::{FastId, FastMedium, NamedFast, Tiers};
 use crate::handover::Handover;
 use crate::luks::{KeyArea, Secrets};
@@ -123,6 +124,8 @@ pub struct Opened {
     pub disk: SharedDisk,
     /// Its snapshots, where the format can make them.
     pub snapshots: Option<Arc<dyn Snapshots>>,
+    /// Stores data compressed, where the format can and the image is open for writing.
+    pub compressing: Option<Arc<dyn Compressing>>,
     /// What takes long of a detach, where the format has that.
     pub detaching: Option<Arc<dyn Detaching>>,
     /// What ties it to its flash cache, where it is open for writing with one and the image has a place for that.

@@ -49,6 +49,7 @@
 mod bytes;
 mod claims;
 pub mod commit;
+mod compressing;
 mod engine;
 mod epochs;
 pub mod fast;
@@ -62,6 +63,7 @@ mod in_memory;
 mod journal;
 mod keyed;
 pub mod luks;
+pub mod measure;
 pub mod native;
 #[cfg(not(feature = "test-hooks"))]
 mod perturb;

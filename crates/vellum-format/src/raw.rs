@@ -292,6 +292,13 @@ impl Head for Len {
             return ready(Err(Error::new(ErrorKind::NotFound, "a raw image has no snapshots")));
         }
         let disk = Raw::open(files.image, options.read_only, &options.tally);
-        ready(Ok(Opened { disk, snapshots: None, detaching: None, sessions: None, tier: None }))
+        ready(Ok(Opened {
+            disk,
+            snapshots: None,
+            compressing: None,
+            detaching: None,
+            sessions: None,
+            tier: None,
+        }))
     }
 }

@@ -219,6 +219,51 @@ fn encrypted_journal_with_subclusters_over_a_base() {
     explore(&QcowSubject::encrypted_journal_subclusters(), 4);
 }
 
+/// Clusters that are compressed, shared with others, overwritten in part and compressed again.
+mod compressed {
+    use super::*;
+
+    #[test]
+    fn ordered() {
+        let counts = explore(&QcowSubject::compressed(), 1);
+        assert!(counts.states > 1000, "{counts:?}");
+    }
+
+    #[test]
+    fn version_2() {
+        explore(&QcowSubject::compressed_version_2(), 4);
+    }
+
+    #[test]
+    fn journal() {
+        let counts = explore(&QcowSubject::compressed_journal(), 1);
+        assert!(counts.states > 1000, "{counts:?}");
+        explore_plans(&QcowSubject::compressed_journal(), failing_flushes());
+    }
+
+    #[test]
+    fn journal_over_a_base() {
+        explore(&QcowSubject::compressed_journal_over_a_base(), 4);
+    }
+
+    #[test]
+    fn journal_with_subclusters_over_a_base() {
+        explore(&QcowSubject::compressed_journal_subclusters(), 8);
+    }
+
+    #[test]
+    fn journal_with_narrow_refcounts() {
+        explore(&QcowSubject::compressed_journal_narrow_refcounts(), 8);
+    }
+
+    #[test]
+    fn journal_with_snapshots() {
+        if let Some(subject) = QcowSubject::compressed_journal_snapshots() {
+            explore(&subject, 16);
+        }
+    }
+}
+
 #[test]
 fn journal_with_little_memory() {
     explore(&QcowSubject::journal_small_cache(), 2);

@@ -1,6 +1,6 @@
 //! What several commands take: sizes, formats, `-o` options, and how an image is opened.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::ValueEnum;
@@ -14,6 +14,7 @@ use vellum_daemon::{
 
 use crate::config::allowed;
 use crate::key_values::split_options;
+use crate::names::{Named, named};
 use crate::secrets::SecretArgs;
 
 /// How results are printed.
@@ -37,6 +38,11 @@ pub(crate) struct ReadArgs {
     /// The result may be inconsistent.
     #[arg(short = 'U', long)]
     pub(crate) force_share: bool,
+    /// FILE is a list of options in the words of QEMU, such as driver=qcow2,file.filename=a.qcow2
+    ///
+    /// `json:{…}` with the same keys is understood in any case.
+    #[arg(long, conflicts_with = "format")]
+    pub(crate) image_opts: bool,
     #[command(flatten)]
     pub(crate) allow: AllowArgs,
     #[command(flatten)]
@@ -83,7 +89,13 @@ pub(crate) fn parse_seconds(text: &str) -> Result<Duration> {
 }
 
 impl ReadArgs {
-    pub(crate) fn options(&self) -> Result<ImageOptions> {
+    /// The image that the user names in this way, and how it is opened.
+    pub(crate) fn open(&self, file: &Path) -> Result<(PathBuf, ImageOptions)> {
+        let Named { path, format } = named(file, self.format, self.image_opts)?;
+        Ok((path, ImageOptions { format, ..self.options()? }))
+    }
+
+    fn options(&self) -> Result<ImageOptions> {
         Ok(ImageOptions {
             secrets: self.secrets.read()?,
             may_be_weak: true,

@@ -10,11 +10,14 @@ mod commands;
 mod config;
 mod key_values;
 mod log;
+mod names;
 mod output;
 mod progress;
+mod qemu_img;
 mod secrets;
 mod version;
 
+use std::ffi::OsString;
 use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -56,6 +59,9 @@ enum Command {
     Check(commands::check::Args),
     Convert(commands::convert::Args),
     Compare(commands::compare::Args),
+    Measure(commands::measure::Args),
+    Dd(commands::dd::Args),
+    Bench(commands::bench::Args),
     Recover(commands::recover::Args),
     Journal(commands::journal::Args),
     Key(commands::key::Args),
@@ -106,10 +112,30 @@ fn main() -> ExitCode {
     code
 }
 
+/// The words of the command line. Under the name of another program they are in its words.
+fn words() -> Result<Vec<OsString>, ExitCode> {
+    let words: Vec<OsString> = std::env::args_os().collect();
+    if !qemu_img::is_name(words.first().map(OsString::as_os_str)) {
+        return Ok(words);
+    }
+    match qemu_img::translate(&words[1..]) {
+        Ok(qemu_img::Request::Run(words)) => Ok(words),
+        Ok(qemu_img::Request::Say(text)) => {
+            output::say(&text);
+            Err(output::settle("help", true, ExitCode::SUCCESS))
+        }
+        Err(why) => {
+            output::complain(&format!("{}: {why}", qemu_img::NAME));
+            Err(ExitCode::FAILURE)
+        }
+    }
+}
+
 /// The command line, with what the configuration file adds to it.
 fn read_command_line() -> Result<Cli, ExitCode> {
     let usage = |error: clap::Error| print_usage(&error);
-    let cli = Cli::try_parse().map_err(usage)?;
+    let words = words()?;
+    let cli = Cli::try_parse_from(&words).map_err(usage)?;
     let mut config = config::load(cli.config.as_deref(), &Cli::command()).map_err(|error| {
         output::complain(&format!("vellum: {}", error.chain()));
         ExitCode::FAILURE
@@ -119,7 +145,7 @@ fn read_command_line() -> Result<Cli, ExitCode> {
     if !config.has_defaults() {
         return Ok(cli);
     }
-    let matches = config.apply(Cli::command()).try_get_matches().map_err(usage)?;
+    let matches = config.apply(Cli::command()).try_get_matches_from(&words).map_err(usage)?;
     Cli::from_arg_matches(&matches).map_err(usage)
 }
 
@@ -136,6 +162,9 @@ fn carry_out() -> ExitCode {
         Command::Check(args) => ("check", commands::check::run(&args)),
         Command::Convert(args) => ("convert", commands::convert::run(args)),
         Command::Compare(args) => ("compare", commands::compare::run(&args)),
+        Command::Measure(args) => ("measure", commands::measure::run(&args)),
+        Command::Dd(args) => ("dd", commands::dd::run(&args)),
+        Command::Bench(args) => ("bench", commands::bench::run(&args)),
         Command::Recover(args) => ("recover", commands::recover::run(&args)),
         Command::Key(args) => ("key", commands::key::run(&args)),
         Command::Journal(args) => ("journal", commands::journal::run(&args)),

@@ -119,7 +119,14 @@ impl Head for LuksHead {
             let cipher = self.area.unlock(&files.image, &unlock).await?;
             let data = Ciphered::behind(self.header.payload(), files.image, cipher, options.offload);
             let disk = Raw::open(Arc::new(data), options.read_only, &options.tally);
-            Ok(Opened { disk, snapshots: None, detaching: None, sessions: None, tier: None })
+            Ok(Opened {
+                disk,
+                snapshots: None,
+                compressing: None,
+                detaching: None,
+                sessions: None,
+                tier: None,
+            })
         })
     }
 }

@@ -15,6 +15,7 @@ use vellum_core::{
 
 use super::geometry::{JOURNAL_BYTES_MAX, JOURNAL_BYTES_MIN, Layout, Places, Region, Shape, TABLE_BYTES_MAX};
 use super::superblock::{Base, Slot, Superblock};
+use crate::measure::ImageSizes;
 use crate::wish::Wish;
 
 /// The default size of a journal, in bytes.
@@ -86,6 +87,20 @@ impl CreateOptions {
         let least = if self.has_zones { ZONED_UNIT_BYTES_DEFAULT } else { UNIT_BYTES_DEFAULT };
         let entries_max = TABLE_BYTES_MAX / 4;
         (self.size.div_ceil(entries_max)).next_power_of_two().clamp(least, UNIT_BYTES_MAX)
+    }
+
+    /// The sizes of an image with these options, once it holds data.
+    ///
+    /// # Errors
+    /// `Invalid` for options that contradict each other.
+    pub fn sizes(&self) -> Result<ImageSizes> {
+        let places = self.places(true)?;
+        let unit = match places.shape().layout {
+            Layout::Linear => BlockSize::PAGE,
+            Layout::Table(unit) | Layout::Zoned { unit, .. } => unit,
+        };
+        let metadata = places.data_offset().bytes();
+        Ok(ImageSizes { metadata, unit, disk: unit.round_up(self.size), is_full: false })
     }
 
     /// Checks the options, and returns the places of the image. In a file its tables have room for a disk

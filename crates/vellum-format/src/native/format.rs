@@ -38,7 +38,14 @@ fn alone() -> OpenOptions {
 fn opened(native: Arc<Native>) -> Opened {
     let sessions = native.is_tied().then(|| native.clone() as Arc<dyn Sessions>);
     let tier = native.has_fast().then(|| native.clone() as Arc<dyn Tiers>);
-    Opened { disk: native.clone(), snapshots: Some(native.clone()), detaching: Some(native), sessions, tier }
+    Opened {
+        disk: native.clone(),
+        snapshots: Some(native.clone()),
+        compressing: None,
+        detaching: Some(native),
+        sessions,
+        tier,
+    }
 }
 
 impl Format for NativeFormat {

@@ -127,7 +127,7 @@ impl CreateOptions {
 const SIZE_MAX: u64 = 1 << 62;
 
 /// The places of the parts of a new image, in clusters.
-struct Plan {
+pub(super) struct Plan {
     cluster: BlockSize,
     refcount_order: u32,
     table: u64,
@@ -140,7 +140,7 @@ struct Plan {
 }
 
 impl Plan {
-    fn new(options: &CreateOptions) -> Result<Self> {
+    pub(super) fn new(options: &CreateOptions) -> Result<Self> {
         let cluster = check(options)?;
         let entry_len = if options.extended_l2 { 16 } else { 8 };
         let per_table = cluster.bytes() / entry_len;

@@ -181,6 +181,24 @@ impl Entries {
         }
     }
 
+    /// Writes an entry for a cluster whose compressed bytes are these.
+    pub(crate) fn encode_compressed(self, span: ImageSpan) -> Result<Words> {
+        let offset_bits = 62 - (self.cluster.shift() - 8);
+        let last = span.end().bytes() - 1;
+        if last >> offset_bits != 0 {
+            return Err(Error::new(
+                vellum_core::ErrorKind::NoSpace,
+                format!("compressed data cannot be stored at {}, so far into the image", span.start()),
+            ));
+        }
+        let sectors = last / 512 - span.start().bytes() / 512;
+        assert!(
+            sectors < 1 << (self.cluster.shift() - 8),
+            "compressed data is smaller than a cluster: {span:?}"
+        );
+        Ok((COMPRESSED | sectors << offset_bits | span.start().bytes(), 0))
+    }
+
     /// Writes an entry for a cluster that is not compressed.
     pub(crate) fn encode(self, units: Units) -> Words {
         assert!(units.alloc & units.zero == 0, "a unit is allocated or zero, not both: {units:?}");
@@ -259,6 +277,19 @@ mod tests {
         let word = COMPRESSED | 3 << 54 | 0x1234;
         let span = ImageOffset::new(0x1234).span(4 * 512 - 0x34);
         assert_eq!(entries(false).decode((word, 0)).unwrap(), ClusterState::Compressed(span));
+        assert_eq!(entries(false).encode_compressed(span).unwrap(), (word, 0));
+        for (at, len) in [(0x1_0000, 1), (0x1_01ff, 1), (0x1_01ff, 2), (0x1_ffff, 65_535)] {
+            let span = ImageOffset::new(at).span(len);
+            let words = entries(true).encode_compressed(span).unwrap();
+            let ClusterState::Compressed(read) = entries(true).decode(words).unwrap() else {
+                panic!("{words:x?}")
+            };
+            assert!(
+                read.start() == span.start() && (0..512).contains(&(read.end() - span.end())),
+                "{read:?}"
+            );
+        }
+        assert!(entries(false).encode_compressed(ImageOffset::new((1 << 54) - 1).span(2)).is_err());
         // The flag has no meaning there, and other programs ignore it.
         assert_eq!(entries(false).decode((word | COPIED, 0)).unwrap(), ClusterState::Compressed(span));
         assert_eq!(entries(false).reserved((word | COPIED, 0)), COPIED);

@@ -20,8 +20,8 @@ use super::open::OpenOptions;
 use super::{Qcow2, encrypted, resize, snapshot, snapshots};
 use crate::handover::{Handover, may_change};
 use crate::image::{
-    ClosedSnapshots, Fact, Files, Format, Head, Machine, NewBacking, OpenOptions as Options, Opened,
-    Snapshot, SnapshotSupport, Wanted,
+    ClosedSnapshots, Compressing, Fact, Files, Format, Head, Machine, NewBacking, OpenOptions as Options,
+    Opened, Snapshot, SnapshotSupport, Wanted,
 };
 use crate::luks::{self, KeyArea};
 use crate::prealloc::Prealloc;
@@ -314,10 +314,12 @@ impl Head for Header {
 
     fn open<'a>(&'a self, files: Files, options: Options) -> LocalFuture<'a, Result<Opened>> {
         Box::pin(async move {
+            let may_write_nothing = options.read_only || options.snapshot.is_some();
             let cipher = encrypted::unlock(self, &files.image, &options).await?;
             let disk = Qcow2::open(self.clone(), files, with_cipher(options, cipher)).await?;
             let sessions = disk.is_tied().then(|| disk.clone() as Arc<dyn Sessions>);
-            Ok(Opened { disk, snapshots: None, detaching: None, sessions, tier: None })
+            let compressing = (!may_write_nothing).then(|| disk.clone() as Arc<dyn Compressing>);
+            Ok(Opened { disk, snapshots: None, compressing, detaching: None, sessions, tier: None })
         })
     }
 

@@ -286,7 +286,8 @@ impl Qcow2 {
                 perturb::in_a_change();
                 match change(state) {
                     ClusterState::Plain(units) => Ok(self.entries.encode(units)),
-                    ClusterState::Compressed(_) => Ok(words),
+                    same if same == state => Ok(words),
+                    ClusterState::Compressed(span) => self.entries.encode_compressed(span),
                 }
             };
             let _shared = self.shared();

@@ -11,7 +11,7 @@
 //! | [`refcount`] | which clusters are in use, the allocator, and its search for free clusters |
 //! | [`snapshot`] | internal snapshots |
 //! | [`bitmaps`] | persistent bitmaps, by name |
-//! | [`compressed`] | compressed clusters |
+//! | [`compressed`], `compress` | compressed clusters: read; and made |
 //!
 //! | action | |
 //! |---|---|
@@ -28,6 +28,7 @@
 //! | `snapshots` | making, deleting and renaming internal snapshots of a closed image, and reverting to one |
 //! | `snapshot_table` | the table of snapshots, written anew |
 //! | `shadow`, `tree` | new metadata beside the old, and one write that switches to it; what an L1 table leads to |
+//! | `measure` | how large an image will be |
 //! | `resize` | a larger disk, as far as the L1 table has room |
 //! | [`check`] | compares everything an image claims, and repairs it; `hole` and `tail` skip what a file does not have, and cut off what it does not need |
 //! | `format` | the interface that all formats have |
@@ -44,6 +45,7 @@ mod ahead;
 pub mod bitmaps;
 pub mod check;
 mod commit;
+mod compress;
 mod compressed;
 mod contradiction;
 mod corrupt;
@@ -64,6 +66,7 @@ mod late;
 mod layout;
 mod map;
 mod mapping;
+mod measure;
 pub mod open;
 mod pages;
 mod pin;

@@ -716,6 +716,26 @@ impl Refcounts {
         Ok(())
     }
 
+    /// The highest refcount that can be written.
+    pub(crate) fn most(&self) -> u64 {
+        u64::MAX >> (64 - (1 << self.order))
+    }
+
+    /// Adds to the refcount of a cluster that is in use.
+    pub(crate) fn raise(&mut self, cluster: u64, more: u64) -> Result<(), Stop> {
+        let old = self.get(cluster)?;
+        match old.checked_add(more).filter(|new| old > 0 && *new <= self.most()) {
+            Some(new) => self.set(cluster, new),
+            None => {
+                let at = cluster << self.cluster.shift();
+                Err(Error::corrupt(format!(
+                    "the refcount {old} of cluster {at:#x} cannot be raised by {more}"
+                ))
+                .into())
+            }
+        }
+    }
+
     /// Lowers a refcount by one and returns the new value. `punched` says that the cluster's bytes now read
     /// as zero. It has a meaning only when the new refcount is zero.
     pub(crate) fn release(&mut self, cluster: u64, punched: bool) -> Result<u64, Stop> {

@@ -4,6 +4,7 @@
 #![allow(dead_code, reason = "each test file uses its part")]
 
 pub(crate) mod native;
+pub(crate) mod packing;
 pub(crate) mod sim;
 pub(crate) mod tended;
 

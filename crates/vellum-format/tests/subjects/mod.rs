@@ -22,6 +22,7 @@ use vellum_format::raw::Raw;
 use vellum_sim::Content;
 use vellum_sim::explore::{Medium, Plan, Subject};
 
+use crate::common::packing::Packing;
 use crate::common::tended::Tended;
 use crate::common::{QcowSetup, SECRET, base, cipher_of, encrypted, look};
 use device::Device;
@@ -63,6 +64,8 @@ pub(crate) struct QcowSubject {
     is_in_a_row: bool,
     /// Space is prepared ahead of need, beside every request.
     is_tended: bool,
+    /// What is written is compressed.
+    is_packed: bool,
     /// What another program has made: the image, and what the guest sees.
     made: Option<(Content, Content)>,
 }
@@ -82,6 +85,7 @@ impl QcowSubject {
             by_sectors: false,
             is_in_a_row: false,
             is_tended: false,
+            is_packed: false,
             made: None,
         }
     }
@@ -249,6 +253,40 @@ impl QcowSubject {
         Self::new("encrypted qcow2 with a journal, subclusters over a base", options, true, 3 << 20)
     }
 
+    /// Several compressed clusters share a cluster of the image.
+    fn packed(self, name: &'static str) -> Self {
+        let setup = QcowSetup { name, ..self.setup };
+        Self { setup, is_packed: true, ..self }
+    }
+
+    pub(crate) fn compressed() -> Self {
+        Self::plain().packed("compressed qcow2, 4 KiB clusters")
+    }
+
+    pub(crate) fn compressed_version_2() -> Self {
+        Self::version_2().packed("compressed qcow2 version 2")
+    }
+
+    pub(crate) fn compressed_journal() -> Self {
+        Self::journal().packed("compressed qcow2 with a journal")
+    }
+
+    pub(crate) fn compressed_journal_over_a_base() -> Self {
+        Self::journal_over_a_base().packed("compressed qcow2 with a journal, 512 byte clusters over a base")
+    }
+
+    pub(crate) fn compressed_journal_subclusters() -> Self {
+        Self::journal_subclusters().packed("compressed qcow2 with a journal, subclusters over a base")
+    }
+
+    pub(crate) fn compressed_journal_narrow_refcounts() -> Self {
+        Self::journal_narrow_refcounts().packed("compressed qcow2 with a journal, refcounts of 1 bit")
+    }
+
+    pub(crate) fn compressed_journal_snapshots() -> Option<Self> {
+        Some(Self::journal_snapshots()?.packed("compressed qcow2 with a journal and snapshots"))
+    }
+
     pub(crate) fn large_clusters() -> Self {
         Self::new("qcow2, 64 KiB clusters", Self::options(65_536), false, 3 << 20)
     }
@@ -296,6 +334,9 @@ impl Subject for QcowSubject {
             options.tables = self.by_sectors.then_some(tables);
             if self.has_small_cache {
                 options.mapping_bytes_max = 0;
+            }
+            if self.is_packed {
+                return Ok(Packing::shared(Qcow2::open(header, files, options).await?));
             }
             if !self.is_tended {
                 return Ok(Qcow2::open(header, files, options).await? as SharedDisk);

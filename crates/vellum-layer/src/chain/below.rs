@@ -139,7 +139,14 @@ impl Below {
                     let base = parent.open(way.opener(), wanted).await;
                     base.map(|base| {
                         bases.push(base.clone());
-                        Opened { disk: base, snapshots: None, detaching: None, sessions: None, tier: None }
+                        Opened {
+                            disk: base,
+                            snapshots: None,
+                            compressing: None,
+                            detaching: None,
+                            sessions: None,
+                            tier: None,
+                        }
                     })
                 }
             };

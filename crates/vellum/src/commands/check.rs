@@ -55,8 +55,8 @@ pub(crate) fn run(args: &Args) -> Outcome {
         Some(What::Leaks) => Repair::Leaks,
         Some(What::All) => Repair::All,
     };
-    let options = args.read.options().map_err(with_code(1))?;
-    let result = run_worker(IoMode::Auto, async || check(&args.file, &options, repair).await)?;
+    let (file, options) = args.read.open(&args.file).map_err(with_code(1))?;
+    let result = run_worker(IoMode::Auto, async || check(&file, &options, repair).await)?;
     let Checked { format, report, lines, session } =
         result.map_err(with_code(CANNOT_CHECK)).map_err(|failure| match args.repair {
             None => or_share(failure),

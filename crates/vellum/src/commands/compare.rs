@@ -11,6 +11,7 @@ use vellum_daemon::{FormatKind, ImageOptions, IoMode, open_image, run as run_wor
 
 use super::{Outcome, or_share, with_code};
 use crate::args::{AllowArgs, OutputFormat, parse_format};
+use crate::names::{Named, named};
 use crate::output::{say, say_json, say_json_line};
 use crate::progress::{Progress, Wish};
 use crate::secrets::SecretArgs;
@@ -45,6 +46,9 @@ pub(crate) struct Args {
     /// The result may be wrong.
     #[arg(short = 'U', long)]
     force_share: bool,
+    /// The images are lists of options in the words of QEMU, such as driver=qcow2,file.filename=a.qcow2
+    #[arg(long, conflicts_with_all = ["format", "second_format"])]
+    image_opts: bool,
     /// Compare this internal snapshot of the first image, given by ID or name
     #[arg(short = 'l', long, value_name = "NAME")]
     snapshot: Option<String>,
@@ -106,6 +110,8 @@ pub(crate) fn run(args: &Args) -> Outcome {
 async fn examine(args: &Args) -> Result<Answer, (vellum_core::Error, u8)> {
     let secrets = args.secrets.read().map_err(|error| (error, CANNOT_OPEN))?;
     let open = async |path: &PathBuf, format, snapshot: Option<String>| {
+        let Named { path, format } =
+            named(path, format, args.image_opts).map_err(|error| (error, CANNOT_OPEN))?;
         let options = ImageOptions {
             secrets: secrets.clone(),
             may_be_weak: true,
@@ -116,7 +122,7 @@ async fn examine(args: &Args) -> Result<Answer, (vellum_core::Error, u8)> {
             remote_timeout: args.allow.remote_timeout,
             ..ImageOptions::reading()
         };
-        open_image(path, &options).await.map_err(|error| (error, CANNOT_OPEN))
+        open_image(&path, &options).await.map_err(|error| (error, CANNOT_OPEN))
     };
     let first = open(&args.first, args.format, args.snapshot.clone()).await?;
     let second = open(&args.second, args.second_format, None).await?;

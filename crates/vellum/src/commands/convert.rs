@@ -6,12 +6,13 @@ use std::process::ExitCode;
 
 use serde_json::json;
 use vellum_core::{Error, ErrorKind, Result};
-use vellum_daemon::convert::{self, Conversion, Step, same_file};
+use vellum_daemon::convert::{self, Conversion, ConvertCompression, Step, same_file};
 use vellum_daemon::signals::Stop;
 use vellum_daemon::{FormatKind, ImageOptions, IoMode, open_image, run as run_worker};
 
 use super::{Failure, Outcome, or_share, with_code};
 use crate::args::{AllowArgs, NewImage, OutputFormat, parse_format, parse_size};
+use crate::names::named;
 use crate::output::{complain, say_json, say_json_line};
 use crate::progress::{Progress, Wish};
 use crate::secrets::SecretArgs;
@@ -39,6 +40,14 @@ pub(crate) struct Args {
     /// They are KEY=VALUE, separated by commas.
     #[arg(short, long, value_name = "OPTIONS")]
     options: Vec<String>,
+    /// Store the data compressed (qcow2)
+    ///
+    /// `-o compression_type` chooses the method: zlib or zstd. Data that is written later is not compressed.
+    #[arg(short, long)]
+    compress: bool,
+    /// With -c: how hard to compress: 1 to 9 (zlib, default 6) or 1 to 19 (zstd, default 3)
+    #[arg(long, value_name = "N", requires = "compress")]
+    level: Option<i32>,
     /// Copy this internal snapshot of the source, given by ID or name
     #[arg(short = 'l', long, value_name = "SNAPSHOT")]
     snapshot: Option<String>,
@@ -51,6 +60,18 @@ pub(crate) struct Args {
     /// Write out of order; may be faster, but the data is then scattered in the new image
     #[arg(short = 'W', long)]
     out_of_order: bool,
+    /// Write at most SIZE bytes a second
+    #[arg(short, long, value_name = "SIZE", value_parser = parse_rate)]
+    rate: Option<u64>,
+    /// Copy what can be read; what cannot is zero in the copy, with a warning
+    #[arg(long)]
+    salvage: bool,
+    /// The source is a list of options in the words of QEMU, such as driver=qcow2,file.filename=a.qcow2
+    #[arg(long, conflicts_with = "format")]
+    image_opts: bool,
+    /// With -n: the target is such a list
+    #[arg(long, conflicts_with = "target_format", requires = "no_create")]
+    target_image_opts: bool,
     /// Fill an existing target instead of creating one; it must be large enough
     #[arg(short = 'n', long)]
     no_create: bool,
@@ -90,6 +111,13 @@ pub(crate) struct Args {
     target: PathBuf,
 }
 
+/// At least one byte.
+fn parse_rate(text: &str) -> Result<u64> {
+    Some(parse_size(text)?)
+        .filter(|bytes| *bytes > 0)
+        .ok_or_else(|| Error::invalid("a rate is at least 1 byte a second"))
+}
+
 impl Args {
     fn target_format(&self) -> FormatKind {
         self.target_format.or_else(|| FormatKind::of_name(&self.target)).unwrap_or(FormatKind::Raw)
@@ -100,7 +128,11 @@ impl Args {
     }
 }
 
-pub(crate) fn run(args: Args) -> Outcome {
+pub(crate) fn run(mut args: Args) -> Outcome {
+    let source = named(&args.source, args.format, args.image_opts)?;
+    (args.source, args.format) = (source.path, source.format);
+    let target = named(&args.target, args.target_format, args.target_image_opts)?;
+    (args.target, args.target_format) = (target.path, target.format);
     let bytes = run_worker(IoMode::Auto, async || convert(&args).await)??;
     if args.output == OutputFormat::Json {
         let answer = json!({
@@ -118,6 +150,17 @@ pub(crate) fn run(args: Args) -> Outcome {
 async fn convert(args: &Args) -> Result<u64, Failure> {
     let new = NewImage::parse(&args.options)?;
     new.suits(args.target_format(), "-O")?;
+    if args.compress && !args.no_create {
+        let why = match () {
+            () if args.target_format() != FormatKind::Qcow2 => "it needs `-O qcow2`",
+            () if new.qcow2.data_file.is_some() => "an external data file stores no compressed data",
+            () if new.encryption_text().is_some() => "encrypted images store no compressed data",
+            () => "",
+        };
+        if !why.is_empty() {
+            return Err(Error::invalid(format!("-c: {why}")).into());
+        }
+    }
     if new.backing_file.is_some() {
         return Err(Error::invalid(
             "a copy contains its whole disk and has no backing image; to create a clone, use `vellum create -b`",
@@ -168,6 +211,9 @@ async fn convert(args: &Args) -> Result<u64, Failure> {
         pieces_at_once: usize::from(args.parallel),
         sparse_bytes: args.sparse_size,
         out_of_order: args.out_of_order,
+        rate: args.rate,
+        salvages: args.salvage,
+        compression: args.compress.then_some(ConvertCompression { level: args.level }),
     };
     let (is_encrypted, is_plain) = (source.is_any_encrypted(), Cell::new(false));
     let bar = OnceCell::new();
@@ -176,6 +222,17 @@ async fn convert(args: &Args) -> Result<u64, Failure> {
         Step::Begins(bytes) => drop(bar.set(Progress::new(bytes, args.wish()))),
         Step::Copied(bytes) => bar.get().into_iter().for_each(|bar| bar.set(bytes)),
         Step::Ends => bar.get().into_iter().for_each(Progress::end),
+        Step::Lost(_) | Step::LostInAll(_) if args.quiet => {}
+        Step::Lost(run) => complain(&format!(
+            "vellum convert: warning: {}: {} bytes at {} could not be read and are zero in the copy",
+            args.source.display(),
+            run.len(),
+            run.start()
+        )),
+        Step::LostInAll(bytes) => complain(&format!(
+            "vellum convert: warning: {}: {bytes} bytes in all could not be read",
+            args.source.display()
+        )),
     };
     let converted = convert::convert(source, &conversion, &mut stop, &progress).await;
     converted.map_err(|error| match error.kind() {

@@ -29,8 +29,8 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
-    let options = args.read.options()?;
-    let look = async || inspect(&args.file, &options, args.backing_chain).await;
+    let (file, options) = args.read.open(&args.file)?;
+    let look = async || inspect(&file, &options, args.backing_chain).await;
     let images = run_worker(IoMode::Auto, look)?.map_err(or_share)?;
     match args.output {
         OutputFormat::Human => {

@@ -34,8 +34,9 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
-    let options = ImageOptions { snapshot: args.snapshot.clone(), ..args.read.options()? };
-    let look = async || map(&args.file, &options, args.start_offset, args.max_length).await;
+    let (file, options) = args.read.open(&args.file)?;
+    let options = ImageOptions { snapshot: args.snapshot.clone(), ..options };
+    let look = async || map(&file, &options, args.start_offset, args.max_length).await;
     let rows = run_worker(IoMode::Auto, look)?.map_err(or_share)?;
     match args.output {
         OutputFormat::Json => {

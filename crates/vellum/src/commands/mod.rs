@@ -1,5 +1,6 @@
 //! One file for each command; `control.rs` is what those share that ask a server.
 
+pub(crate) mod bench;
 pub(crate) mod change;
 pub(crate) mod check;
 pub(crate) mod client;
@@ -10,6 +11,7 @@ pub(crate) mod completions;
 pub(crate) mod control;
 pub(crate) mod convert;
 pub(crate) mod create;
+pub(crate) mod dd;
 pub(crate) mod export;
 pub(crate) mod flash;
 pub(crate) mod flatten;
@@ -19,6 +21,7 @@ pub(crate) mod key;
 pub(crate) mod limits;
 pub(crate) mod man;
 pub(crate) mod map;
+pub(crate) mod measure;
 pub(crate) mod migrate;
 pub(crate) mod pause;
 pub(crate) mod prefetch;

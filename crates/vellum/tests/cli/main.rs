@@ -13,11 +13,13 @@
 //!   flatten.rs   clones without their template
 //!   foreign.rs   images of other programs: read, mapped, served, below others
 //!   locks.rs     two programs and one image; references that lead out of a directory; the rule for raw disks
+//!   named.rs     the program under the name qemu-img; images that are named by keys
 //!   notify.rs    notifications to a service manager
 //!   output.rs    closed pipes and full disks below what is printed; progress
 //!   published.rs templates in stores
 //!   remote.rs    images at URLs: clones of them, servers that change, fail and lie
 //!   signals.rs   what ends a server and what does not: signals, a log without a reader; rights of sockets
+//!   sizes.rs     measure, dd, bench, beside qemu-img
 //!   sockets.rs   sockets that a service manager passes
 //!   space.rs     full file systems, block devices
 //!   tier.rs      disks with copies on a fast medium
@@ -37,6 +39,7 @@ mod about;
 mod answers;
 mod chains;
 mod cloning;
+mod compressed;
 mod config;
 mod damage;
 mod encrypted;
@@ -45,11 +48,13 @@ mod flatten;
 mod foreign;
 mod locks;
 mod making;
+mod named;
 mod notify;
 mod output;
 mod published;
 mod remote;
 mod signals;
+mod sizes;
 mod sockets;
 mod space;
 mod tier;

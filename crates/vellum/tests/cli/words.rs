@@ -63,11 +63,12 @@ fn names_that_lead_nowhere_are_told_once() {
     for command in ["info", "map", "check", "recover"] {
         let ran = refused(1, &["no such file"], &[command, &dir.text("none")]);
         assert_eq!(ran.err, format!("vellum {command}: {}: no such file\n", dir.text("none")));
-        for url in ["ssh://localhost/x", "ftp://localhost/x.qcow2", "json:{}"] {
+        for url in ["ssh://localhost/x", "ftp://localhost/x.qcow2", "iscsi://localhost/x"] {
             let ran = refused(1, &["URLs", "not supported", url], &[command, url]);
             assert_eq!(ran.err.matches(url).count(), 1, "{}", ran.err);
         }
     }
+    refused(1, &["json:{}", "file.filename is missing"], &["info", "json:{}"]);
 }
 
 #[test]

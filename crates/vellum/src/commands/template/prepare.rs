@@ -63,7 +63,7 @@ async fn find(args: &Args) -> Result<Zeros> {
     let bar = std::cell::OnceCell::new();
     let wish = Wish { is_wanted: false, quiet: args.quiet, output: args.output };
     let progress = |size, bytes| bar.get_or_init(|| Progress::new(size, wish)).set(bytes);
-    let options = args.read.options()?;
+    let (_, options) = args.read.open(&args.file)?;
     let zeros = stop.or_stopped(prepare(&args.file, &options, &flag, &progress)).await;
     if let Some(bar) = bar.get() {
         bar.end();

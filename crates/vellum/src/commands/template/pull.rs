@@ -102,12 +102,15 @@ async fn fetch(args: &Args) -> Result<Pulled, Failure> {
         pieces_at_once: 8,
         sparse_bytes: 4096,
         out_of_order: false,
+        rate: None,
+        salvages: false,
+        compression: None,
     };
     let mut stop = Stop::new()?;
     let bar = OnceCell::new();
     let wish = Wish { is_wanted: args.progress, quiet: args.quiet, output: args.output };
     let progress = |step| match step {
-        Step::IsPlain => {}
+        Step::IsPlain | Step::Lost(_) | Step::LostInAll(_) => {}
         Step::Begins(size) => drop(bar.set(Progress::new(size, wish))),
         Step::Copied(bytes) => bar.get().into_iter().for_each(|bar: &Progress| bar.set(bytes)),
         Step::Ends => bar.get().into_iter().for_each(Progress::end),

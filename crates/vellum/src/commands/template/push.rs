@@ -94,8 +94,8 @@ async fn publish(args: &Args) -> Result<Pushed> {
     let bar = std::cell::OnceCell::new();
     let wish = Wish { is_wanted: args.progress, quiet: args.quiet, output: args.output };
     let progress = |size, bytes| bar.get_or_init(|| Progress::new(size, wish)).set(bytes);
-    let options = args.read.options()?;
-    let pushed = push(&args.image, &options, &args.url, args.chunk_size, &mut stop, &progress).await;
+    let (image, options) = args.read.open(&args.image)?;
+    let pushed = push(&image, &options, &args.url, args.chunk_size, &mut stop, &progress).await;
     if let Some(bar) = bar.get() {
         bar.end();
     }

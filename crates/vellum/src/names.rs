@@ -1,0 +1,263 @@
+//! Images that the user names by options, in the words of QEMU: `--image-opts driver=qcow2,file.filename=a.qcow2`, and
+//! `json:{"driver":"qcow2","file":{"filename":"a.qcow2"}}` wherever a file name may stand.
+//!
+//! Either is a tree of keys. It comes down to a name (a path or a URL) and perhaps a format:
+//!
+//! ```text
+//!   driver   a format            the image at `file` has it
+//!            file, host_device   the bytes of `filename` are the disk: raw
+//!            nbd, http, https    the bytes there are the disk: raw
+//!            none                the format is that of the content
+//!   file     driver, filename, and for nbd: server, export, host, port, path
+//! ```
+//!
+//! 1. Only names that a user gives are read in this way. One that stands in an image is never taken apart: the gate for
+//!    references sees a `json:` there as the name of a file.
+//! 2. Keys that would change what is read, and are not known here, are refused by name. Keys that only ask for what is
+//!    done anyway, or are about speed, are left aside.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+use vellum_core::{Error, Result};
+use vellum_daemon::FormatKind;
+
+use crate::key_values::split_options;
+
+/// An image, as the user names it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Named {
+    pub(crate) path: PathBuf,
+    pub(crate) format: Option<FormatKind>,
+}
+
+/// What stands in front of a tree of keys in place of a file name.
+const PREFIX: &str = "json:";
+
+/// Keys whose meaning is what is done anyway, or does not change what is read.
+const ASIDE: [&str; 12] = [
+    "node-name",
+    "read-only",
+    "auto-read-only",
+    "discard",
+    "detect-zeroes",
+    "locking",
+    "aio",
+    "cache.no-flush",
+    "cache.direct",
+    "encrypt.format",
+    "encrypt.key-secret",
+    "key-secret",
+];
+
+/// The image that this text means. `is_options` says that it is a list of options, not a name.
+pub(crate) fn named(text: &Path, format: Option<FormatKind>, is_options: bool) -> Result<Named> {
+    let plain = || Ok(Named { path: text.to_owned(), format });
+    let Some(string) = text.to_str() else { return plain() };
+    let keys = match (is_options, string.strip_prefix(PREFIX)) {
+        (false, None) => return plain(),
+        (false, Some(json)) => from_json(json)?,
+        (true, _) => from_options(string)?,
+    };
+    if format.is_some() {
+        return Err(Error::invalid(format!(
+            "{string}: the options name the format with driver=, not with -f"
+        )));
+    }
+    of_keys(keys).map_err(|error| error.context(format!("can't use {string}")))
+}
+
+fn from_options(text: &str) -> Result<BTreeMap<String, String>> {
+    Ok(split_options(&[text.to_owned()])?.into_iter().collect())
+}
+
+fn from_json(text: &str) -> Result<BTreeMap<String, String>> {
+    let tree: Value = serde_json::from_str(text)
+        .map_err(|error| Error::invalid(format!("{PREFIX}{text}: this is not JSON: {error}")))?;
+    let mut keys = BTreeMap::new();
+    flatten("", &tree, &mut keys)?;
+    Ok(keys)
+}
+
+/// Puts the leaves of a tree under the names of their branches, joined by dots. JSON's own parser bounds the depth.
+fn flatten(name: &str, tree: &Value, keys: &mut BTreeMap<String, String>) -> Result<()> {
+    let leaf = match tree {
+        Value::Object(branches) => {
+            for (key, branch) in branches {
+                let name = if name.is_empty() { key.clone() } else { format!("{name}.{key}") };
+                flatten(&name, branch, keys)?;
+            }
+            return Ok(());
+        }
+        Value::String(text) => text.clone(),
+        Value::Number(number) => number.to_string(),
+        Value::Bool(true) => "on".to_owned(),
+        Value::Bool(false) => "off".to_owned(),
+        Value::Array(_) | Value::Null => {
+            return Err(Error::invalid(format!(
+                "{PREFIX}…: {name:?} is neither a text, a number nor a group"
+            )));
+        }
+    };
+    keys.insert(name.to_owned(), leaf);
+    Ok(())
+}
+
+/// Drivers that give bytes as they are.
+const PROTOCOLS: [&str; 5] = ["file", "host_device", "nbd", "http", "https"];
+
+fn of_keys(mut keys: BTreeMap<String, String>) -> Result<Named> {
+    let driver = keys.remove("driver");
+    let format = match driver.as_deref() {
+        // Bytes that have no format are a disk.
+        Some(protocol) if PROTOCOLS.contains(&protocol) => {
+            let path = place(protocol, "", &mut keys)?;
+            refuse_rest(&keys)?;
+            return Ok(Named { path, format: Some(FormatKind::Raw) });
+        }
+        Some(format) => Some(format.parse::<FormatKind>()?),
+        None => None,
+    };
+    if let Some(node) = keys.get("file") {
+        return Err(Error::unsupported(format!("file={node} names a node: give file.filename= instead")));
+    }
+    let protocol = keys.remove("file.driver").unwrap_or_else(|| {
+        let is_nbd = keys.keys().any(|key| key.starts_with("file.server") || key == "file.export");
+        if is_nbd { "nbd".to_owned() } else { "file".to_owned() }
+    });
+    let path = place(&protocol, "file.", &mut keys)?;
+    refuse_rest(&keys)?;
+    Ok(Named { path, format })
+}
+
+/// Takes the keys that say where the bytes are.
+fn place(protocol: &str, prefix: &str, keys: &mut BTreeMap<String, String>) -> Result<PathBuf> {
+    let mut take = |name: &str| keys.remove(&format!("{prefix}{name}"));
+    let missing = |name: &str| Error::invalid(format!("{prefix}{name} is missing"));
+    match protocol {
+        "file" | "host_device" => Ok(take("filename").ok_or_else(|| missing("filename"))?.into()),
+        "http" | "https" => Ok(take("url").ok_or_else(|| missing("url"))?.into()),
+        "nbd" => {
+            if let Some(url) = take("filename").or_else(|| take("uri")) {
+                return Ok(url.into());
+            }
+            let export: String = take("export").unwrap_or_default().bytes().map(escaped).collect();
+            let kind = take("server.type");
+            let socket = take("server.path").or_else(|| take("path"));
+            let (host, port) =
+                (take("server.host").or_else(|| take("host")), take("server.port").or_else(|| take("port")));
+            match (kind.as_deref(), socket, host) {
+                (Some("unix") | None, Some(socket), None) => {
+                    let socket: String = socket.bytes().map(escaped).collect();
+                    Ok(format!("nbd+unix:///{export}?socket={socket}").into())
+                }
+                (Some("inet") | None, None, Some(host)) => {
+                    let host = if host.contains(':') { format!("[{host}]") } else { host };
+                    Ok(format!("nbd://{host}:{}/{export}", port.as_deref().unwrap_or("10809")).into())
+                }
+                _ => Err(Error::invalid(format!(
+                    "{prefix}server: give type=unix and path, or type=inet and host"
+                ))),
+            }
+        }
+        other => Err(Error::unsupported(format!(
+            "the driver {other} is not supported: use file, nbd, http or https"
+        ))),
+    }
+}
+
+/// A byte of a part of a URL.
+fn escaped(byte: u8) -> String {
+    match byte {
+        b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b'/' => {
+            char::from(byte).to_string()
+        }
+        _ => format!("%{byte:02X}"),
+    }
+}
+
+fn refuse_rest(keys: &BTreeMap<String, String>) -> Result<()> {
+    let is_aside = |key: &str| ASIDE.contains(&key.strip_prefix("file.").unwrap_or(key));
+    match keys.keys().find(|key| !is_aside(key)) {
+        None => Ok(()),
+        Some(key) if key.starts_with("backing") => Err(Error::unsupported(format!(
+            "{key}: the backing image is the one that the image names (`vellum rebase -u`)"
+        ))),
+        Some(key) => Err(Error::unsupported(format!("the option {key} is not supported"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[track_caller]
+    fn means(text: &str, is_options: bool) -> (String, Option<String>) {
+        let named = named(Path::new(text), None, is_options).unwrap();
+        (named.path.display().to_string(), named.format.map(|format| format.to_string()))
+    }
+
+    fn found(path: &str, format: Option<&str>) -> (String, Option<String>) {
+        (path.to_owned(), format.map(str::to_owned))
+    }
+
+    #[test]
+    fn names_and_options_come_down_to_a_path_and_a_format() {
+        assert_eq!(means("a,b=c", false), found("a,b=c", None));
+        for (text, path, format) in [
+            ("driver=qcow2,file.filename=a.qcow2", "a.qcow2", Some("qcow2")),
+            ("driver=qcow2,file.driver=file,file.filename=a,,b,file.locking=off", "a,b", Some("qcow2")),
+            ("file.filename=a", "a", None),
+            ("driver=file,filename=/dev/x", "/dev/x", Some("raw")),
+            ("driver=raw,file.driver=host_device,file.filename=/dev/x,read-only=on", "/dev/x", Some("raw")),
+            (
+                "driver=nbd,server.type=unix,server.path=/run/a b,export=d/1",
+                "nbd+unix:///d/1?socket=/run/a%20b",
+                Some("raw"),
+            ),
+            ("driver=nbd,host=h,port=10", "nbd://h:10/", Some("raw")),
+            ("driver=nbd,server.type=inet,server.host=::1", "nbd://[::1]:10809/", Some("raw")),
+            (
+                "driver=qcow2,file.driver=nbd,file.server.path=/s,file.export=x",
+                "nbd+unix:///x?socket=/s",
+                Some("qcow2"),
+            ),
+            ("driver=qcow2,file.driver=https,file.url=https://h/a", "https://h/a", Some("qcow2")),
+        ] {
+            assert_eq!(means(text, true), found(path, format), "{text}");
+        }
+        for (text, path, format) in [
+            (r#"json:{"driver":"qcow2","file":{"driver":"file","filename":"a"}}"#, "a", Some("qcow2")),
+            (r#"json:{"file.filename":"a","driver":"vellum"}"#, "a", Some("vellum")),
+            (
+                r#"json:{"driver":"nbd","server":{"type":"inet","host":"h","port":"10809"},"export":"é"}"#,
+                "nbd://h:10809/%C3%A9",
+                Some("raw"),
+            ),
+        ] {
+            assert_eq!(means(text, false), found(path, format), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_would_change_the_disk_is_not_left_aside() {
+        for (text, word) in [
+            ("driver=raw,offset=512,file.filename=a", "offset"),
+            ("driver=qcow2,backing.file.filename=b,file.filename=a", "backing"),
+            ("driver=qcow2,file=node0", "file.filename"),
+            ("driver=qcow2", "file.filename"),
+            ("driver=ssh,host=x", "ssh"),
+            ("driver=raw,file.driver=ssh,file.host=x", "ssh"),
+            ("driver=nbd,export=x", "server"),
+            ("driver=throttle,file.filename=a", "throttle"),
+        ] {
+            let error = named(Path::new(text), None, true).unwrap_err().chain();
+            assert!(error.contains(word), "{text}: {error}");
+        }
+        for text in ["json:", "json:{", "json:[1]", r#"json:{"driver":["a"]}"#, r#"json:{"driver":null}"#] {
+            assert!(named(Path::new(text), None, false).is_err(), "{text}");
+        }
+        assert!(named(Path::new("driver=raw,file.filename=a"), Some(FormatKind::Qcow2), true).is_err());
+    }
+}

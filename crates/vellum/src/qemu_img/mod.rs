@@ -1,0 +1,229 @@
+//! The program under the name `qemu-img`: command lines of QEMU's program, turned into those of this one.
+//!
+//! ```text
+//!   qemu-img convert -pO qcow2 -t none a.raw b.qcow2
+//!        │ read by QEMU's rules: letters together, values attached, options anywhere
+//!        ▼
+//!   convert  -p · -O qcow2 · -t none · a.raw b.qcow2
+//!        │ each option by its row in the table
+//!        ▼
+//!   vellum convert --progress --target-format=qcow2 --direct -- a.raw b.qcow2
+//! ```
+//!
+//! 1. [`table`] has every option of every command, and what becomes of it. The guide's page is made from it, and a test
+//!    compares it with the help of the `qemu-img` that is installed.
+//! 2. An option that cannot be obeyed is refused, with the reason; none is dropped unless leaving it out changes neither
+//!    what is written nor what is answered.
+//! 3. Where this program has other defaults, those of QEMU are asked for: the format of new images is raw unless given,
+//!    and new qcow2 images have no subclusters.
+//! 4. The exit code of a command line that cannot be understood is 1, as it is there.
+
+pub(crate) mod table;
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
+
+use table::{COMMANDS, Command, Meaning, OptionRow};
+
+/// The name under which command lines are read in this way.
+pub(crate) const NAME: &str = "qemu-img";
+
+/// The version whose options these are.
+const VERSION: &str = "10.0.0";
+
+/// What is to be done for a command line.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Request {
+    /// Run this command line of ours.
+    Run(Vec<OsString>),
+    /// Print this, and end well.
+    Say(String),
+}
+
+/// Whether the program was started under that name.
+pub(crate) fn is_name(program: Option<&OsStr>) -> bool {
+    program.and_then(|path| std::path::Path::new(path).file_name()).is_some_and(|name| name == NAME)
+}
+
+/// An argument, by the rules of options.
+#[derive(Debug)]
+enum Argument {
+    Option { opt: &'static OptionRow, value: Option<OsString> },
+    Operand(OsString),
+}
+
+/// Reads a command line of `qemu-img`, without the name of the program. The error is one line for people.
+pub(crate) fn translate(arguments: &[OsString]) -> Result<Request, String> {
+    let mut arguments = arguments.iter();
+    let name = loop {
+        let Some(argument) = arguments.next() else {
+            return Err("no command given: `qemu-img --help` lists them".to_owned());
+        };
+        match argument.to_str() {
+            Some("-h" | "--help") => return Ok(Request::Say(help())),
+            Some("-V" | "--version") => return Ok(Request::Say(version())),
+            Some("-T" | "--trace") => drop(arguments.next()),
+            Some(trace) if trace.starts_with("-T") || trace.starts_with("--trace=") => {}
+            Some(option) if option.starts_with('-') => return Err(format!("unknown option {option}")),
+            Some(name) => break name,
+            None => return Err("the name of the command is not text".to_owned()),
+        }
+    };
+    let Some(command) = COMMANDS.iter().find(|command| command.name == name) else {
+        return Err(format!("there is no command {name}: `qemu-img --help` lists them"));
+    };
+    let rest: Vec<OsString> = arguments.cloned().collect();
+    if rest.iter().any(|argument| argument == "--help" || argument == "-h") {
+        return Ok(Request::Say(help_of(command)));
+    }
+    if command.ours.is_empty() {
+        return Err(format!("{name}: {}", command.note));
+    }
+    of_command(command, &split(command, rest)?).map(Request::Run).map_err(|why| format!("{name}: {why}"))
+}
+
+fn version() -> String {
+    format!("{NAME} version {VERSION} (vellum {})", env!("CARGO_PKG_VERSION"))
+}
+
+fn help() -> String {
+    let mut text = format!("{}\nUsage: qemu-img COMMAND [OPTIONS]\n\nCommands:\n", version());
+    for command in COMMANDS {
+        let state = if command.ours.is_empty() { " (not supported)" } else { "" };
+        text.push_str(&format!("  {}{state}\n", command.name));
+    }
+    text.push_str(
+        "\nSupported formats: raw qcow2 vellum; read: luks vmdk vdi vpc vhdx qed parallels dmg qcow",
+    );
+    text
+}
+
+fn help_of(command: &Command) -> String {
+    let mut text = format!("Usage: qemu-img {} {}\n", command.name, command.usage);
+    for opt in command.options() {
+        text.push_str(&format!("\n  {}", opt.shown()));
+        if matches!(opt.means, Meaning::Refused) {
+            text.push_str(" (not supported)");
+        }
+    }
+    text
+}
+
+/// Takes a command line apart as `getopt_long` does.
+fn split(command: &'static Command, arguments: Vec<OsString>) -> Result<Vec<Argument>, String> {
+    let (mut found, mut rest) = (Vec::new(), arguments.into_iter());
+    let unknown = |option: &str| format!("{}: unknown option {option}", command.name);
+    let missing = |option: &str| format!("{}: option {option} needs a value", command.name);
+    while let Some(argument) = rest.next() {
+        let bytes = argument.as_bytes();
+        if bytes == b"--" {
+            found.extend(rest.map(Argument::Operand));
+            break;
+        }
+        if let Some(long) = bytes.strip_prefix(b"--") {
+            let end = long.iter().position(|byte| *byte == b'=').unwrap_or(long.len());
+            let name = String::from_utf8_lossy(&long[..end]).into_owned();
+            let opt = command.long(&name).ok_or_else(|| unknown(&format!("--{name}")))?;
+            let attached = long.get(end + 1..).map(|value| OsString::from_vec(value.to_vec()));
+            let value = match (opt.value, attached) {
+                (false, Some(_)) => return Err(format!("{}: option --{name} takes no value", command.name)),
+                (true, None) => Some(rest.next().ok_or_else(|| missing(&format!("--{name}")))?),
+                (_, attached) => attached,
+            };
+            found.push(Argument::Option { opt, value });
+        } else if bytes.len() > 1 && bytes[0] == b'-' && !(command.has_sizes && bytes[1].is_ascii_digit()) {
+            for (at, letter) in bytes.iter().enumerate().skip(1) {
+                let letter = char::from(*letter);
+                let opt = command.short(letter).ok_or_else(|| unknown(&format!("-{letter}")))?;
+                let attached = &bytes[at + 1..];
+                if !opt.value {
+                    found.push(Argument::Option { opt, value: None });
+                    continue;
+                }
+                let value = match attached.is_empty() {
+                    true => rest.next().ok_or_else(|| missing(&format!("-{letter}")))?,
+                    false => OsString::from_vec(attached.to_vec()),
+                };
+                found.push(Argument::Option { opt, value: Some(value) });
+                break;
+            }
+        } else {
+            found.push(Argument::Operand(argument));
+        }
+    }
+    Ok(found)
+}
+
+/// Our command line for one of theirs.
+fn of_command(command: &'static Command, arguments: &[Argument]) -> Result<Vec<OsString>, String> {
+    let mut ours: Vec<OsString> = Vec::new();
+    let mut has = |option: &str, value: Option<&OsStr>| {
+        let mut text = OsString::from(option);
+        if let Some(value) = value {
+            text.push("=");
+            text.push(value);
+        }
+        ours.push(text);
+    };
+    let (mut operands, mut is_direct) = (Vec::new(), false);
+    for argument in arguments {
+        match argument {
+            Argument::Operand(operand) => operands.push(operand.clone()),
+            Argument::Option { opt, value } => match opt.means {
+                Meaning::Same(name) => has(name, value.as_deref()),
+                Meaning::Aside => {}
+                Meaning::Cache => match value.as_deref().and_then(OsStr::to_str) {
+                    Some("none" | "directsync") if !is_direct => {
+                        has("--direct", None);
+                        is_direct = true;
+                    }
+                    Some("none" | "directsync") => {}
+                    Some("writeback" | "writethrough" | "unsafe") => {}
+                    _ => return Err(format!("{}: unknown cache mode", opt.name())),
+                },
+                Meaning::Refused => return Err(format!("{} is not supported: {}", opt.name(), opt.why)),
+            },
+        }
+    }
+    let said = |name: &'static str| {
+        arguments.iter().any(
+            |argument| matches!(argument, Argument::Option { opt, .. } if opt.means == Meaning::Same(name)),
+        )
+    };
+    if command.name == "convert" && operands.len() > 2 {
+        return Err("several sources are not joined: give one".to_owned());
+    }
+    match command.name {
+        "create" if !said("--format") => has("--format", Some(OsStr::new("raw"))),
+        "convert" if !said("--target-format") && !said("--target-image-opts") => {
+            has("--target-format", Some(OsStr::new("raw")));
+        }
+        _ => {}
+    }
+    if matches!(command.name, "create" | "convert") && makes_qcow2(arguments) {
+        has("--options", Some(OsStr::new("extended_l2=off")));
+    }
+    let mut line = vec![OsString::from("vellum"), OsString::from(command.ours)];
+    line.append(&mut ours);
+    line.push("--".into());
+    line.append(&mut operands);
+    Ok(line)
+}
+
+/// Whether a new qcow2 image is made of which nobody says whether it has subclusters.
+fn makes_qcow2(arguments: &[Argument]) -> bool {
+    let value_of = |name: &'static str| {
+        arguments.iter().filter_map(move |argument| match argument {
+            Argument::Option { opt, value: Some(value) } if opt.means == Meaning::Same(name) => {
+                value.to_str()
+            }
+            _ => None,
+        })
+    };
+    let format = value_of("--target-format").next_back().or_else(|| value_of("--format").next_back());
+    let is_said = value_of("--options").any(|list| list.contains("extended_l2") || list.contains("help"));
+    format == Some("qcow2") && !is_said
+}
+
+#[cfg(test)]
+mod tests;

@@ -65,6 +65,13 @@ fn by_trials() {
             trials::a_copy_of_the_image_does_not_read_the_copies_of_the_original as fn() -> trials::Trial,
         ),
         (Bug::ForgottenMediumCounts, trials::a_medium_that_has_forgotten_is_not_believed),
+        (Bug::LastOfMedium, trials::what_another_disk_promotes_brings_no_old_copies_back),
+        (Bug::OldEntriesKept, trials::an_earlier_promotion_does_not_come_back),
+        (Bug::OldEntriesKept, trials::damaged_entries_do_not_bring_an_earlier_promotion_back),
+        (Bug::OldEntriesKept, trials::a_slot_that_is_written_again_has_no_entry_meanwhile),
+        (Bug::BlankedLate, trials::a_slot_that_is_written_again_has_no_entry_meanwhile),
+        (Bug::LaterCopyCounts, trials::a_copy_of_an_image_in_use_does_not_read_what_was_promoted_later),
+        (Bug::EntryOfAnyDisk, trials::another_disk_does_not_read_what_its_row_had_before),
         (Bug::FastSessionKept, trials::what_was_void_stays_void),
         (Bug::VoidBitsKept, trials::what_was_void_stays_void),
     ] {

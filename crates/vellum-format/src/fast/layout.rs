@@ -8,6 +8,7 @@
 //!
 //! 1. A row and an entry lie in one sector each, so each is old or new.
 //! 2. What has a wrong CRC is none. So a medium whose tables were never written has neither rows nor entries.
+//!    The CRC of an entry covers the UUID in its row: an entry of another disk, which had the row before, is none.
 //! 3. The number of slots determines every place, and has to fit the storage.
 
 use vellum_core::{BlockSize, Error, ImageOffset, ImageSpan, Result};
@@ -34,6 +35,8 @@ pub(super) const NAME_MAX: usize = 255;
 /// At most this many slots: 16 TiB.
 const SLOTS_MAX: u32 = 1 << 28;
 
+/// Where a row has the sequence of its last promotion.
+const LAST_AT: usize = 328;
 const MAGIC: [u8; 8] = *b"VELLUMh1";
 const VERSION: u32 = 1;
 const ROWS_AT: u64 = 2 * SUPER_LEN as u64;
@@ -224,6 +227,8 @@ pub(super) struct Row {
     pub(super) only_newest: bool,
     /// Its copies take at most this many bytes.
     pub(super) budget: u64,
+    /// The sequence of its last promotion that wrote entries.
+    pub(super) last: u64,
     /// The image's name, for people.
     pub(super) name: String,
 }
@@ -245,6 +250,7 @@ impl Row {
         let len = u32::try_from(self.name.len()).expect("at most 255");
         put32(&mut bytes, 64, len);
         bytes[68..68 + self.name.len()].copy_from_slice(self.name.as_bytes());
+        put64(&mut bytes, LAST_AT, self.last);
         let crc = crc_of(u32::from(row), &bytes[4..]);
         put32(&mut bytes, 0, crc);
         bytes
@@ -265,6 +271,7 @@ impl Row {
             newest: number(40),
             only_newest: be32(bytes, 4) & 1 == 1,
             budget: be64(bytes, 56),
+            last: be64(bytes, LAST_AT),
             name: name.unwrap_or_default(),
         })
     }
@@ -282,27 +289,29 @@ pub(super) struct Entry {
 }
 
 impl Entry {
-    pub(super) fn encode(&self, slot: u32) -> [u8; ENTRY_LEN] {
+    /// `uuid` is that of its row.
+    pub(super) fn encode(&self, slot: u32, uuid: &[u8; 16]) -> [u8; ENTRY_LEN] {
         let mut bytes = [0; ENTRY_LEN];
         bytes[4..6].copy_from_slice(&self.row.to_be_bytes());
         bytes[6..8].copy_from_slice(&self.part.to_be_bytes());
         put64(&mut bytes, 8, self.unit);
         put64(&mut bytes, 16, self.sequence);
         bytes[24] = self.reason.byte();
-        let crc = crc_of(slot, &bytes[4..]);
+        let crc = crc32c::crc32c_append(crc_of(slot, &bytes[4..]), uuid);
         put32(&mut bytes, 0, crc);
         bytes
     }
 
-    /// `None` where there is none, or what is there is damaged.
-    pub(super) fn parse(slot: u32, bytes: &[u8]) -> Option<Self> {
-        if crc_of(slot, &bytes[4..ENTRY_LEN]) != be32(bytes, 0) {
+    /// `None` where there is none, or what is there is damaged, or of a disk that has no row any more.
+    pub(super) fn parse(slot: u32, bytes: &[u8], rows: &[Option<Row>]) -> Option<Self> {
+        let row = be16(bytes, 4);
+        let uuid = rows.get(usize::from(row))?.as_ref()?.uuid;
+        if crc32c::crc32c_append(crc_of(slot, &bytes[4..ENTRY_LEN]), &uuid) != be32(bytes, 0) {
             return None;
         }
         let reason = Reason::of(bytes[24])?;
-        let row = be16(bytes, 4);
         let sequence = be64(bytes, 16);
-        let is_possible = row < ROWS && sequence > 0 && sequence < u64::MAX;
+        let is_possible = sequence > 0 && sequence < u64::MAX;
         is_possible.then(|| Self { sequence, unit: be64(bytes, 8), row, part: be16(bytes, 6), reason })
     }
 }
@@ -325,22 +334,29 @@ mod tests {
             newest: number,
             only_newest: true,
             budget: 7 << 20,
-            name: "disk.vlm".to_owned(),
+            last: 1 << 40,
+            name: "n".repeat(NAME_MAX),
         };
         let bytes = row.encode(5);
         assert_eq!(Row::parse(5, &bytes).as_ref(), Some(&row));
         assert_eq!(Row::parse(6, &bytes), None);
         assert_eq!(Row::parse(0, &[0; ROW_LEN]), None);
         let entry = Entry { sequence: 9, unit: 1 << 25, row: 5, part: 31, reason: Reason::Heat };
-        let bytes = entry.encode(77);
-        assert_eq!(Entry::parse(77, &bytes), Some(entry));
-        assert_eq!(Entry::parse(78, &bytes), None);
-        assert_eq!(Entry::parse(0, &[0; ENTRY_LEN]), None);
+        let bytes = entry.encode(77, &[1; 16]);
+        let mut rows = vec![None; usize::from(ROWS)];
+        rows[5] = Some(row.clone());
+        assert_eq!(Entry::parse(77, &bytes, &rows), Some(entry));
+        assert_eq!(Entry::parse(78, &bytes, &rows), None);
+        assert_eq!(Entry::parse(0, &[0; ENTRY_LEN], &rows), None);
         for at in 0..ENTRY_LEN {
             let mut damaged = bytes;
             damaged[at] ^= 4;
-            assert_eq!(Entry::parse(77, &damaged), None, "byte {at}");
+            assert_eq!(Entry::parse(77, &damaged, &rows), None, "byte {at}");
         }
+        rows[5] = Some(Row { uuid: [2; 16], ..row });
+        assert_eq!(Entry::parse(77, &bytes, &rows), None, "of the disk that had the row before");
+        rows[5] = None;
+        assert_eq!(Entry::parse(77, &bytes, &rows), None);
     }
 
     #[test]
@@ -370,6 +386,7 @@ mod tests {
             newest: Some(number(2)),
             only_newest: false,
             budget: 0,
+            last: 0,
             name: String::new(),
         };
         assert!(row.counts(number(1)) && row.counts(number(2)) && !row.counts(number(3)));

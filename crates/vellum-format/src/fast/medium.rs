@@ -1,14 +1,15 @@
 //! An open fast medium: whose slots are whose, in memory, and the few writes that it ever gets.
 //!
 //! ```text
-//!   promotion   take slots ► copies ► entries ► flush                       then the image sets its bits
+//!   promotion   take slots ► blank what is left ► flush ► copies ► entries, row ► flush     then the image sets its bits
 //!   session     row: the new number beside the image's ► flush              then the image names it
 //!               row: only the newest counts ► flush                         before the first entry of the opening
 //! ```
 //!
 //! 1. One process has the medium open, and in it one image each row.
 //! 2. After a write or a flush has failed, nothing is written any more until it is opened again. Reads go on.
-//! 3. A slot that is free keeps its entry, on the medium and here, until another promotion takes the slot.
+//! 3. A slot that is free keeps its entry until something is promoted next: it is blanked before any slot is written, and
+//!    before any entry is. So an entry never outlives its bytes, and of a unit of a disk there is one promotion at most.
 //! 4. Entries of one sector are written together, from memory, one write of the tables at a time.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -30,6 +31,10 @@ use crate::truth::reconcile;
 
 /// The table is read in pieces of this many bytes, a multiple of an entry.
 const READ_AT_ONCE: u64 = 1 << 20;
+/// And written in pieces of this many at most.
+const PIECE_LEN: usize = 64 << 10;
+/// At most this many at a time.
+const WRITES_AT_ONCE: usize = 64;
 
 /// A disk that is to have a row.
 #[derive(Debug, Clone)]
@@ -104,10 +109,13 @@ struct State {
     open: Vec<bool>,
     /// By row.
     used: Vec<u32>,
-    /// By slot: what was written there last.
+    /// By slot: what the medium says of it.
     entries: Vec<Option<Entry>>,
     free: RoaringBitmap,
-    /// The highest of all entries.
+    /// Slots that are free or were free when they were taken, and of which the medium says something, which may be
+    /// nothing that can be read.
+    litter: RoaringBitmap,
+    /// The highest of all entries and rows.
     sequence: u64,
     random: Random,
     failed: Option<Error>,
@@ -180,11 +188,14 @@ impl FastMedium {
             rows,
             entries: Vec::with_capacity(layout.slots as usize),
             free: RoaringBitmap::new(),
+            litter: RoaringBitmap::new(),
             sequence: 0,
             random,
             failed: None,
         };
         read_entries(&storage, layout, &mut state).await.context(context)?;
+        let last = state.rows.iter().flatten().map(|row| row.last).max();
+        state.sequence = state.sequence.max(last.unwrap_or_default());
         state.take_stock();
         Ok(Arc::new(Self {
             storage,
@@ -271,9 +282,9 @@ impl FastMedium {
                 })?,
             };
             let before = state.rows[usize::from(row)].take();
-            let (previous, newest, only_newest) =
-                before.map_or((None, None, false), |row| (row.previous, row.newest, row.only_newest));
-            let now = Row { uuid, previous, newest, only_newest, budget, name };
+            let (previous, newest, only_newest, last) = before
+                .map_or((None, None, false, 0), |row| (row.previous, row.newest, row.only_newest, row.last));
+            let now = Row { uuid, previous, newest, only_newest, budget, last, name };
             let bytes = now.encode(row);
             state.rows[usize::from(row)] = Some(now);
             (row, bytes)
@@ -294,10 +305,19 @@ impl FastMedium {
             if state.open[usize::from(row)] {
                 return Err(Error::new(ErrorKind::Locked, format!("{}: the disk is open", self.name())));
             }
-            state.rows[usize::from(row)] = None;
+            state.open[usize::from(row)] = true;
             state.free_all_of(row);
             row
         };
+        let blanked = self.blank_litter().await;
+        {
+            let mut state = lock(&self.state);
+            state.open[usize::from(row)] = false;
+            if blanked.is_ok() {
+                state.rows[usize::from(row)] = None;
+            }
+        }
+        blanked?;
         self.write_row(row, vec![0; ROW_LEN]).await.map(|()| true)
     }
 
@@ -349,23 +369,64 @@ impl FastMedium {
         self.noticed("can't flush", flushed)
     }
 
-    /// The sectors with these slots' entries, as they are now.
-    fn sectors(&self, slots: &[u32]) -> Vec<(ImageOffset, Buffer)> {
+    /// Blanks, durably, what the medium says of slots that hold nothing any more. The caller holds `tables`.
+    async fn blank_litter(&self) -> Result<()> {
+        self.check_failed()?;
+        let slots: Vec<u32> = {
+            let mut state = lock(&self.state);
+            let slots: Vec<u32> = std::mem::take(&mut state.litter).iter().collect();
+            slots.iter().for_each(|slot| state.entries[*slot as usize] = None);
+            slots
+        };
+        if slots.is_empty() {
+            return Ok(());
+        }
+        self.write_entries(&slots).await?;
+        self.flush().await // commit point: nothing is said of them
+    }
+
+    /// Writes the entries of these slots, as they are now, and their neighbours' with them. The caller holds `tables`.
+    async fn write_entries(&self, slots: &[u32]) -> Result<()> {
+        let sectors = self.sectors(slots);
+        for some in sectors.chunks(WRITES_AT_ONCE) {
+            let write = |(at, bytes): &(ImageOffset, Vec<u8>)| {
+                count(&self.tally.table_bytes, bytes.len() as u64);
+                self.storage.write(*at, Buffer::copy_of(bytes))
+            };
+            let writes: Vec<LocalFuture<'_, Result<()>>> = some.iter().map(write).collect();
+            let written = try_join_all(writes).await.map(drop);
+            self.noticed("can't write entries", written)?;
+        }
+        Ok(())
+    }
+
+    /// The sectors with these slots' entries, as they are now, neighbours in one piece.
+    fn sectors(&self, slots: &[u32]) -> Vec<(ImageOffset, Vec<u8>)> {
         let state = lock(&self.state);
         let mut places: Vec<(ImageOffset, u32)> =
             slots.iter().map(|slot| self.layout.entries_at(*slot)).collect();
         places.sort_unstable();
         places.dedup();
-        let sector = |(at, first): (ImageOffset, u32)| {
-            let mut bytes = vec![0; ENTRY_LEN * ENTRIES_TOGETHER as usize];
-            for (slot, place) in (first..self.layout.slots).zip(bytes.chunks_mut(ENTRY_LEN)) {
-                if let Some(entry) = &state.entries[slot as usize] {
-                    place.copy_from_slice(&entry.encode(slot));
+        let mut pieces: Vec<(ImageOffset, Vec<u8>)> = Vec::new();
+        for (at, first) in places {
+            let bytes = match pieces.last_mut() {
+                Some((start, bytes)) if *start + bytes.len() as u64 == at && bytes.len() < PIECE_LEN => bytes,
+                _ => {
+                    pieces.push((at, Vec::new()));
+                    &mut pieces.last_mut().expect("it was just put there").1
+                }
+            };
+            let sector = bytes.len();
+            bytes.resize(sector + ENTRY_LEN * ENTRIES_TOGETHER as usize, 0);
+            for (slot, place) in (first..self.layout.slots).zip(bytes[sector..].chunks_mut(ENTRY_LEN)) {
+                let entry = state.entries[slot as usize];
+                let row = entry.and_then(|entry| state.rows[usize::from(entry.row)].as_ref());
+                if let (Some(entry), Some(row)) = (entry, row) {
+                    place.copy_from_slice(&entry.encode(slot, &row.uuid));
                 }
             }
-            (at, Buffer::copy_of(&bytes))
-        };
-        places.into_iter().map(sector).collect()
+        }
+        pieces
     }
 }
 
@@ -394,9 +455,12 @@ async fn read_entries(storage: &SharedStorage, layout: Layout, state: &mut State
         for bytes in bytes.chunks(ENTRY_LEN) {
             let slot = u32::try_from(state.entries.len()).expect("at most 2^28");
             if slot < layout.slots {
-                let entry = if is_hole { None } else { Entry::parse(slot, bytes) };
+                let entry = if is_hole { None } else { Entry::parse(slot, bytes, &state.rows) };
                 state.sequence = state.sequence.max(entry.map_or(0, |entry| entry.sequence));
                 state.entries.push(entry);
+                if entry.is_none() && bytes.iter().any(|byte| *byte != 0) {
+                    state.litter.insert(slot);
+                }
             }
         }
         rest = later;
@@ -418,8 +482,7 @@ impl State {
     /// Finds out which slots may be in use: those with the newest entries of a unit of a disk that has a row.
     fn take_stock(&mut self) {
         let mut newest: HashMap<(u16, u64), u64> = HashMap::default();
-        let has_row = |entry: &&Entry| self.rows[usize::from(entry.row)].is_some();
-        for entry in self.entries.iter().flatten().filter(has_row) {
+        for entry in self.entries.iter().flatten() {
             let sequence = newest.entry((entry.row, entry.unit)).or_default();
             *sequence = entry.sequence.max(*sequence);
         }
@@ -427,7 +490,12 @@ impl State {
             let used = entry.filter(|one| newest.get(&(one.row, one.unit)) == Some(&one.sequence));
             match used {
                 Some(entry) => self.used[usize::from(entry.row)] += 1,
-                None => drop(self.free.insert(slot)),
+                None => {
+                    self.free.insert(slot);
+                    if entry.is_some() {
+                        self.litter.insert(slot);
+                    }
+                }
             }
         }
     }
@@ -444,6 +512,9 @@ impl State {
         for slot in slots {
             if self.free.insert(*slot) {
                 self.used[usize::from(row)] -= 1;
+                if self.entries[*slot as usize].is_some() {
+                    self.litter.insert(*slot);
+                }
             }
         }
     }
@@ -488,12 +559,9 @@ impl OpenRow {
     }
 
     /// Whether the row is that of an image that names this number, and the medium has not forgotten what it had when
-    /// this promotion was its last one.
+    /// this promotion was the disk's last one.
     pub(crate) fn counts(&self, number: SessionNumber, last_promotion: u64) -> bool {
-        self.with(|state, row| {
-            let counts = state.rows[usize::from(row)].as_ref().is_some_and(|row| row.counts(number));
-            counts && state.sequence >= last_promotion
-        })
+        self.with_row(|row| row.counts(number) && row.last >= last_promotion)
     }
 
     /// What it has in slots. Of a unit it may be a part.
@@ -590,6 +658,13 @@ impl OpenRow {
         })
     }
 
+    /// Makes slots that were taken ready to be written: the medium says nothing of them any more, durably, nor of any
+    /// other slot that has become free. A crash between the bytes and their entries would leave old entries over them.
+    pub(crate) async fn vacate(&self) -> Result<()> {
+        let _one = self.medium.tables.lock().await;
+        self.medium.blank_litter().await
+    }
+
     /// Writes the bytes of a unit to its slots.
     pub(crate) async fn write(&self, slots: &[u32], mut bytes: Buffer) -> Result<()> {
         self.medium.check_failed()?;
@@ -608,20 +683,17 @@ impl OpenRow {
         let _one = self.medium.tables.lock().await;
         self.medium.check_failed()?;
         let slots: Vec<u32> = parts.iter().map(|part| part.slot).collect();
-        self.with(|state, row| {
+        let row = self.with(|state, row| {
+            let it = state.rows[usize::from(row)].as_mut().expect("it is open");
             for Part { unit, part, slot, sequence, reason } in parts.iter().copied() {
+                debug_assert!(!state.litter.contains(slot), "vacated before");
                 state.entries[slot as usize] = Some(Entry { sequence, unit, row, part, reason });
+                it.last = it.last.max(sequence);
             }
+            it.encode(row)
         });
-        let sectors = self.medium.sectors(&slots);
-        let write = |(at, bytes): (ImageOffset, Buffer)| {
-            count_up(&self.medium.tally.table_bytes, bytes.len());
-            self.medium.storage.write(at, bytes)
-        };
-        let writes: Vec<LocalFuture<'_, Result<()>>> = sectors.into_iter().map(write).collect();
-        let written = try_join_all(writes).await.map(drop);
-        self.medium.noticed("can't write entries", written)?;
-        self.medium.flush().await
+        self.medium.write_entries(&slots).await?;
+        self.medium.write_row(self.row, row).await
     }
 
     /// Reads a run of a unit, which begins `within` bytes from its start. The memory is not lent: a read that fails

@@ -10,7 +10,8 @@
 //!
 //! 1. Only a copy made for a promotion is ever written to a slot. No request of a guest has a way to here.
 //! 2. Slots and entries are flushed before an image is told that the medium has a unit.
-//! 3. An entry is overwritten only by one with a higher sequence, so the highest one on the medium never falls.
+//! 3. An entry is there only as long as its slot has the bytes of its promotion, and of a unit there is one promotion at
+//!    most. So an image that was copied, and a medium that was, can miss copies and not read wrong ones.
 //!
 //! `layout` is every byte on the medium (`docs/format/fast.md`), `medium` is an open one.
 

@@ -77,7 +77,7 @@ impl Native {
         let counts = named.counts && named.number.is_some_and(|number| row.counts(number, last));
         let mut state = State::default();
         if counts {
-            state.copied = self.copied_units(&row).await?;
+            state.copied = self.copied_units(&row, last).await?;
             let kept: HashSet<u32> =
                 state.copied.values().flat_map(|copied| copied.slots.iter().copied()).collect();
             let others = row.parts().into_iter().map(|part| part.slot).filter(|slot| !kept.contains(slot));
@@ -97,8 +97,9 @@ impl Native {
         Ok(())
     }
 
-    /// The units that a bit and all of their newest entries say are on the fast medium.
-    async fn copied_units(&self, row: &OpenRow) -> Result<HashMap<u64, Copied>> {
+    /// The units that a bit and all of their newest entries say are on the fast medium. What was promoted after the
+    /// image's last promotion is of a newer state of the image than this one, which was copied while it was in use.
+    async fn copied_units(&self, row: &OpenRow, last: u64) -> Result<HashMap<u64, Copied>> {
         let unit_bytes = self.unit().map_or(0, BlockSize::bytes);
         let parts_of_unit = usize::try_from(unit_bytes / SLOT_BYTES).expect("at most 32");
         let mut newest: HashMap<u64, Vec<Part>> = HashMap::default();
@@ -117,7 +118,8 @@ impl Native {
             parts.sort_unstable_by_key(|part| part.part);
             let is_complete =
                 parts.len() == parts_of_unit && (0..).zip(&parts).all(|(number, part)| part.part == number);
-            if is_complete && self.find(|| self.home.get(bit)).await? == 1 {
+            let is_ours = parts.first().is_some_and(|part| part.sequence <= last);
+            if is_complete && is_ours && self.find(|| self.home.get(bit)).await? == 1 {
                 let slots = parts.iter().map(|part| part.slot).collect();
                 copied.insert(unit, Copied { slots, reason: parts[0].reason });
             }
@@ -473,11 +475,17 @@ impl Native {
             tier.epochs.now()
         });
         tier.epochs.until_passed(stamp).await;
+        // Nobody looks at the units' earlier copies any more: what the medium says of them goes before what is new.
+        tier.free_slots();
         let mut round = Round { sequence: tier.row.next_sequence(), reason, copies: Vec::new() };
         let copied = self.copy_round(tier, units, &mut round, done).await;
         let bits = match copied {
-            Ok(()) if !round.copies.is_empty() => self.set_bits(tier, &round, done).await,
-            other => other,
+            Ok(true) => self.set_bits(tier, &round, done).await,
+            Ok(false) => {
+                done.written += round.copies.len() as u64;
+                Ok(())
+            }
+            Err(error) => Err(error),
         };
         let unused: Vec<Arc<[u32]>> = tier.with(|state| {
             for unit in units {
@@ -509,34 +517,42 @@ impl Native {
         self.end_clearing(tier, |unit| units.contains(&unit)).await
     }
 
+    /// Copies units that are still marked. Whether there was one.
     async fn copy_round(
         &self,
         tier: &Tier,
         units: &[u64],
         round: &mut Round,
         done: &mut Promoted,
-    ) -> Result<()> {
+    ) -> Result<bool> {
         let unit_bytes = self.unit().map_or(0, BlockSize::bytes);
         let count = u32::try_from(unit_bytes / SLOT_BYTES).expect("at most 32");
-        let mut parts = Vec::new();
         for unit in units {
             if !tier.with(|state| state.marks.contains(unit)) {
                 done.written += 1;
                 continue;
             }
-            let Some(slots) = tier.row.take(count) else {
-                done.no_room += 1;
+            match tier.row.take(count) {
+                Some(slots) => round.copies.push((*unit, slots.into())),
+                None => done.no_room += 1,
+            }
+        }
+        if round.copies.is_empty() {
+            return Ok(false);
+        }
+        tier.row.vacate().await?;
+        let mut parts = Vec::new();
+        for (unit, slots) in &round.copies {
+            if !tier.with(|state| state.marks.contains(unit)) {
                 continue;
-            };
-            let slots: Arc<[u32]> = slots.into();
-            round.copies.push((*unit, slots.clone()));
+            }
             let span = self.span_of_unit(*unit);
             let len = usize::try_from(span.len()).expect("a unit");
             let mut bytes = self.read_span(span, Buffer::for_overwrite(len)).await?;
             if span.len() < unit_bytes {
                 bytes.append(Buffer::zeroed(usize::try_from(unit_bytes).expect("a unit") - len));
             }
-            tier.row.write(&slots, bytes).await?;
+            tier.row.write(slots, bytes).await?;
             let part = |(part, slot): (u16, &u32)| Part {
                 unit: *unit,
                 part,
@@ -546,10 +562,10 @@ impl Native {
             };
             parts.extend((0..).zip(slots.iter()).map(part));
         }
-        match parts.is_empty() {
-            true => Ok(()),
-            false => tier.row.enter(&parts).await,
+        if parts.is_empty() {
+            return Ok(false);
         }
+        tier.row.enter(&parts).await.map(|()| true)
     }
 
     /// Sets the bits of the units that were not written since they were marked.

@@ -8,9 +8,12 @@ use vellum_format::native::{Native, OpenOptions};
 use vellum_sim::{Drive, Fault, Operation};
 
 use crate::trials::{
-    Both, UNIT, UNITS, a_copy_of_the_image_does_not_read_the_copies_of_the_original,
-    a_medium_that_has_forgotten_is_not_believed, chain, ensure, promote, put, reads, unit_span,
-    what_was_void_stays_void,
+    Both, UNIT, UNITS, a_copy_of_an_image_in_use_does_not_read_what_was_promoted_later,
+    a_copy_of_the_image_does_not_read_the_copies_of_the_original,
+    a_medium_that_has_forgotten_is_not_believed, a_slot_that_is_written_again_has_no_entry_meanwhile,
+    an_earlier_promotion_does_not_come_back, another_disk_does_not_read_what_its_row_had_before, chain,
+    damaged_entries_do_not_bring_an_earlier_promotion_back, ensure, promote, put, reads, unit_span,
+    what_another_disk_promotes_brings_no_old_copies_back, what_was_void_stays_void,
 };
 
 #[test]
@@ -18,6 +21,16 @@ fn copies_of_images_and_old_media() {
     a_copy_of_the_image_does_not_read_the_copies_of_the_original().unwrap();
     a_medium_that_has_forgotten_is_not_believed().unwrap();
     what_was_void_stays_void().unwrap();
+}
+
+#[test]
+fn copies_that_are_put_back_and_damaged_entries() {
+    a_copy_of_an_image_in_use_does_not_read_what_was_promoted_later().unwrap();
+    an_earlier_promotion_does_not_come_back().unwrap();
+    damaged_entries_do_not_bring_an_earlier_promotion_back().unwrap();
+    another_disk_does_not_read_what_its_row_had_before().unwrap();
+    what_another_disk_promotes_brings_no_old_copies_back().unwrap();
+    a_slot_that_is_written_again_has_no_entry_meanwhile().unwrap();
 }
 
 fn writes_of(drive: &Drive) -> usize {

@@ -4,12 +4,13 @@
 use std::sync::Arc;
 
 use vellum_core::{
-    Buffer, Disk, GuestOffset, GuestSpan, Random, Result as CoreResult, SharedStorage, WriteFlags,
+    Buffer, Disk, GuestOffset, GuestSpan, ImageOffset, Random, Result as CoreResult, SharedStorage,
+    WriteFlags,
 };
 use vellum_format::FormatKind;
 use vellum_format::fast::{FastId, FastMedium, NewRow, Promoted, Promotion, Reason, Tiers, create};
-use vellum_format::native::{Native, OpenOptions};
-use vellum_sim::{Content, Drive, DriveOptions, FaultPlan, World};
+use vellum_format::native::{CreateOptions, Native, OpenOptions, create as create_image};
+use vellum_sim::{Content, CrashKind, Drive, DriveOptions, Fate, FaultPlan, World};
 
 use crate::common::native::NativeSetup;
 
@@ -81,6 +82,25 @@ impl Both {
 
     pub(crate) async fn open_alone(&self) -> Result<Arc<Native>, String> {
         self.open_on(self.image.clone(), None, 0).await
+    }
+
+    /// Another image with a row on the medium. Nothing is open.
+    async fn another(&self, medium: &FastMedium) -> Result<Arc<Drive>, String> {
+        let drive = Drive::new(&self.world, DriveOptions::default());
+        let options = CreateOptions { uuid: Some([8; 16]), ..self.setup.create_options() };
+        create_image(&*drive, &options).await.map_err(chain)?;
+        let row = NewRow { uuid: [8; 16], budget: u64::MAX, name: "another".to_owned() };
+        medium.attach(row).await.map_err(chain)?;
+        let image: SharedStorage = drive.clone();
+        FormatKind::Native.format().attach_fast(&image, medium.id(), "fast").await.map_err(chain)?;
+        Ok(drive)
+    }
+
+    /// Damages one sector of the medium's entries, those of the first slots.
+    fn damage_entries(&self) -> Arc<Drive> {
+        let mut content = self.fast.content();
+        content.write(ImageOffset::new(520 << 10), &[0x5A; 512]);
+        Drive::from_content(&self.world, content, DriveOptions::default())
     }
 
     /// A copy of what a drive has now.
@@ -209,4 +229,198 @@ pub(crate) fn what_was_void_stays_void() -> Trial {
         })?;
     }
     Ok(())
+}
+
+/// The image is copied while it is in use, between two promotions of a unit.
+pub(crate) fn a_copy_of_an_image_in_use_does_not_read_what_was_promoted_later() -> Trial {
+    let both = Both::new();
+    both.world.run(async {
+        let disk = both.open(1).await?;
+        put(&disk, 0, 1).await?;
+        promote(&disk, 0).await?;
+        let copy = both.copy_of(&both.image);
+        put(&disk, 0, 2).await?;
+        promote(&disk, 0).await?;
+        disk.close().await.map_err(chain)?;
+        drop(disk);
+        let disk = both.open_on(copy, Some(both.fast.clone()), 2).await?;
+        reads(&disk, 0, 1, "in the copy").await?;
+        // What it promotes does not lift it over what is not its own.
+        put(&disk, 1, 4).await?;
+        promote(&disk, 1).await?;
+        disk.close().await.map_err(chain)?;
+        drop(disk);
+        let copy = both.open(3).await?;
+        reads(&copy, 0, 2, "in the original").await
+    })
+}
+
+/// Of a unit that was promoted twice, the copies of the second promotion go to another disk; then a copy of the image is
+/// put back that knows them.
+pub(crate) fn an_earlier_promotion_does_not_come_back() -> Trial {
+    let both = Both::new();
+    both.world.run(async {
+        let disk = both.open(1).await?;
+        put(&disk, 0, 1).await?;
+        promote(&disk, 0).await?;
+        put(&disk, 0, 2).await?;
+        // The slot of the first promotion stays free.
+        for unit in 1..4 {
+            put(&disk, unit, 9).await?;
+            promote(&disk, unit).await?;
+        }
+        promote(&disk, 0).await?;
+        disk.close().await.map_err(chain)?;
+        drop(disk);
+        let copy = both.copy_of(&both.image);
+        let disk = both.open(2).await?;
+        for unit in 0..4 {
+            put(&disk, unit, 3).await?;
+        }
+        disk.close().await.map_err(chain)?;
+        let medium = both.medium(3).await.map_err(chain)?;
+        let other = both.another(&medium).await?;
+        drop(medium);
+        let other = both.open_on(other, Some(both.fast.clone()), 4).await?;
+        for unit in 0..UNITS {
+            put(&other, unit, 0xaa).await?;
+            promote(&other, unit).await?;
+        }
+        other.close().await.map_err(chain)?;
+        drop(other);
+        let disk = both.open_on(copy, Some(both.fast.clone()), 5).await?;
+        reads(&disk, 0, 2, "in the copy").await
+    })
+}
+
+/// A sector of entries is damaged after a unit was promoted twice.
+pub(crate) fn damaged_entries_do_not_bring_an_earlier_promotion_back() -> Trial {
+    let both = Both::new();
+    both.world.run(async {
+        let disk = both.open(1).await?;
+        // Sixteen entries lie in a sector: the unit is first promoted to another one.
+        put(&disk, 0, 1).await?;
+        let mut others = Vec::new();
+        for unit in 1..UNITS {
+            put(&disk, unit, 7).await?;
+            promote(&disk, unit).await?;
+            others.push(unit_span(unit));
+        }
+        promote(&disk, 0).await?;
+        disk.demote(&others).await.map_err(chain)?;
+        put(&disk, 0, 2).await?;
+        promote(&disk, 0).await?;
+        disk.close().await.map_err(chain)?;
+        drop(disk);
+        for slot in 0..UNITS {
+            let mut content = both.fast.content();
+            content.write(ImageOffset::new((520 << 10) + slot * 32), &[0x5A; 32]);
+            let damaged = Drive::from_content(&both.world, content, DriveOptions::default());
+            let disk = both.open_on(both.copy_of(&both.image), Some(damaged), 2).await?;
+            reads(&disk, 0, 2, &format!("with the entry of slot {slot} damaged")).await?;
+        }
+        let disk = both.open_on(both.image.clone(), Some(both.damage_entries()), 3).await?;
+        reads(&disk, 0, 2, "with a damaged sector of entries").await
+    })
+}
+
+/// The row of a disk that was detached is another disk's now, of which entries are lost.
+pub(crate) fn another_disk_does_not_read_what_its_row_had_before() -> Trial {
+    let both = Both::new();
+    both.world.run(async {
+        let disk = both.open(1).await?;
+        put(&disk, 0, 0xaa).await?;
+        promote(&disk, 0).await?;
+        disk.close().await.map_err(chain)?;
+        drop(disk);
+        let before = both.fast.content();
+        let medium = both.medium(2).await.map_err(chain)?;
+        ensure(medium.forget([7; 16]).await.map_err(chain)?, "it had a row")?;
+        let other = both.another(&medium).await?;
+        drop(medium);
+        let disk = both.open_on(other.clone(), Some(both.fast.clone()), 3).await?;
+        // Another unit gets the slot that the first one of the other disk had.
+        for (unit, value) in [(1, 9), (0, 1)] {
+            put(&disk, unit, value).await?;
+            promote(&disk, unit).await?;
+        }
+        disk.close().await.map_err(chain)?;
+        drop(disk);
+        // The drive forgets the writes of all entries since.
+        let mut content = both.fast.content();
+        let mut entries = vec![0; 512];
+        before.read(ImageOffset::new(520 << 10), &mut entries);
+        content.write(ImageOffset::new(520 << 10), &entries);
+        let lost = Drive::from_content(&both.world, content, DriveOptions::default());
+        let disk = both.open_on(other, Some(lost), 4).await?;
+        reads(&disk, 0, 1, "in the disk that has the row now").await
+    })
+}
+
+/// The medium is restored from an old copy, and then another disk promotes as much as was forgotten.
+pub(crate) fn what_another_disk_promotes_brings_no_old_copies_back() -> Trial {
+    let both = Both::new();
+    both.world.run(async {
+        let disk = both.open(1).await?;
+        put(&disk, 0, 1).await?;
+        promote(&disk, 0).await?;
+        let old = both.copy_of(&both.fast);
+        put(&disk, 0, 2).await?;
+        promote(&disk, 0).await?;
+        disk.close().await.map_err(chain)?;
+        drop(disk);
+        let medium = FastMedium::open(old.clone(), Random::from_seed(2)).await.map_err(chain)?;
+        let other = both.another(&medium).await?;
+        drop(medium);
+        let other = both.open_on(other, Some(old.clone()), 3).await?;
+        for unit in 0..4 {
+            put(&other, unit, 0xaa).await?;
+            promote(&other, unit).await?;
+        }
+        other.close().await.map_err(chain)?;
+        drop(other);
+        let disk = both.open_on(both.image.clone(), Some(old), 4).await?;
+        reads(&disk, 0, 2, "with the old medium").await
+    })
+}
+
+/// A crash falls between the bytes of a slot and its entry. An image that was put back from a copy still has the bit
+/// of what the slot had before.
+pub(crate) fn a_slot_that_is_written_again_has_no_entry_meanwhile() -> Trial {
+    let both = Both::new();
+    both.world.run(async {
+        let disk = both.open(1).await?;
+        put(&disk, 0, 1).await?;
+        promote(&disk, 0).await?;
+        disk.close().await.map_err(chain)?;
+        drop(disk);
+        let copy = both.copy_of(&both.image);
+        let disk = both.open(2).await?;
+        put(&disk, 0, 2).await?;
+        for unit in 1..UNITS {
+            put(&disk, unit, 9).await?;
+        }
+        let before = both.fast.log().crash_positions().len();
+        for unit in 1..UNITS {
+            promote(&disk, unit).await?;
+        }
+        drop(disk);
+        let log = both.fast.log();
+        let positions = log.crash_positions();
+        ensure(positions.len() > before, "the medium was written")?;
+        for position in &positions[before - 1..] {
+            let crash = log.crash(CrashKind::PowerCut, *position);
+            let pending = crash.pending().len();
+            // All of it, nothing, and each change alone.
+            for kept in 0..pending + 2 {
+                let fate = |index: usize| {
+                    if kept == pending || kept == index { Fate::Kept } else { Fate::Lost }
+                };
+                let cut = Drive::from_content(&both.world, crash.image(fate), DriveOptions::default());
+                let disk = both.open_on(both.copy_of(&copy), Some(cut), 3).await?;
+                reads(&disk, 0, 1, &format!("in the copy, after {position:?} of the medium, {kept}")).await?;
+            }
+        }
+        Ok(())
+    })
 }

@@ -26,6 +26,7 @@ use super::geometry::{Layout, Places, Shape};
 use super::image::Native;
 use super::open::{OpenOptions, finish};
 use super::parts::Part;
+use super::snapshots::snapshots;
 use super::superblock::Superblocks;
 use super::unfinished::clear_behind_the_end;
 
@@ -51,8 +52,8 @@ async fn resize_inner(image: &SharedStorage, size: u64, may_shrink: bool) -> Res
             "the disk has {before} bytes, and data beyond {size} would be lost: use --shrink"
         )));
     }
-    if size < before && superblock.has_snapshots() {
-        return Err(Error::unsupported("a disk with snapshots cannot be shrunk"));
+    if size < before && superblock.has_snapshots() && !snapshots(image).await?.is_empty() {
+        return Err(Error::unsupported("a disk with snapshots cannot be shrunk: delete them first"));
     }
     if let Some(unit) = old.shape().layout.unit()
         && size > old.size_limit()

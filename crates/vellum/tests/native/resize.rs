@@ -72,6 +72,38 @@ fn disks_of_every_format_grow() {
     refused(&["size"], &["resize", "-f", "raw", &dir.text("source.raw"), "much"]);
 }
 
+/// A disk that has snapshots keeps its size; once they are deleted it does not.
+#[test]
+fn a_disk_that_had_snapshots_can_be_shrunk() {
+    let dir = Dir::new("native-shrink");
+    let model = patchy(4 * MIB, 3);
+    std::fs::write(dir.join("source.raw"), &model).expect("a source");
+    for layout in ["table", "zoned"] {
+        let image = dir.text("disk.vlm");
+        let options = format!("layout={layout},unit_size=64k");
+        let source = dir.text("source.raw");
+        vellum(&["convert", "-q", "-f", "raw", "-O", "vellum", "-o", &options, &source, &image]).answer();
+        for name in ["one", "two"] {
+            vellum(&["snapshot", "create", "-q", &image, name]).answer();
+        }
+        refused(&["delete them first"], &["resize", "--shrink", &image, "1M"]);
+        for name in ["one", "two"] {
+            vellum(&["snapshot", "delete", "-q", &image, name]).answer();
+        }
+        vellum(&["resize", "-q", "--shrink", &image, "1M"]).answer();
+        check_says(&image, 0);
+        vellum(&["resize", "-q", &image, "5M"]).answer();
+        check_says(&image, 0);
+        let mut cut = model[..MIB].to_vec();
+        cut.resize(5 * MIB, 0);
+        std::fs::write(dir.join("cut.raw"), &cut).expect("a model");
+        same(&image, &dir.text("cut.raw"));
+        vellum(&["snapshot", "create", "-q", &image, "three"]).answer();
+        check_says(&image, 0);
+        std::fs::remove_file(&image).expect("removed");
+    }
+}
+
 #[test]
 fn what_a_longer_backing_image_has_behind_the_end_does_not_show() {
     let dir = Dir::new("native-resize-base");

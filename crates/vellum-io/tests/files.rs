@@ -172,6 +172,32 @@ fn a_file_that_is_changed_from_outside_is_noticed() {
     });
 }
 
+/// A device that is made smaller fails where it has nothing any more, and does not read as zeros there.
+#[test]
+fn a_device_that_becomes_smaller_is_noticed() {
+    in_both_modes(|| async {
+        let Some(device) = LoopDevice::new(1 << 20, 512) else { return };
+        let options = OpenOptions { keeps_len: true, ..OpenOptions::writing() };
+        let file = File::open(&device.path, options).await.expect("a device");
+        file.write(at(0), Buffer::copy_of(&vec![7; 1 << 20])).await.expect("written");
+        file.flush().await.expect("flushed");
+        device.shrink(512 << 10);
+        assert_eq!(file.look_at_len().await.expect_err("it is smaller").kind(), ErrorKind::Changed);
+        for (start, len) in [(512 << 10, 4096), (768 << 10, 64 << 10)] {
+            let error = file.read(at(start), Buffer::zeroed(len)).await.expect_err("it is smaller");
+            assert!(error.chain().contains("ends before 1048576 bytes"), "{}", error.chain());
+        }
+        assert!(
+            file.read(at(0), Buffer::zeroed(4096))
+                .await
+                .expect("read")
+                .to_vec()
+                .iter()
+                .all(|byte| *byte == 7)
+        );
+    });
+}
+
 #[test]
 fn requests_beyond_what_a_file_can_be_are_answered() {
     in_both_modes(|| async {

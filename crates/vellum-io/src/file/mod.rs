@@ -161,8 +161,7 @@ impl File {
         })
     }
 
-    /// A device may have grown. One that has shrunk fails when it is used. A file that keeps its length fails once it is
-    /// shorter.
+    /// A device may have grown. One that has shrunk fails when it is used. What keeps its length fails once it is shorter.
     async fn ask_for_len(&self) -> Result<u64> {
         self.check_len().await?;
         if matches!(self.kind, Kind::Block { .. }) {
@@ -171,9 +170,12 @@ impl File {
                 let end = retry(|| rustix::fs::seek(handle.descriptor(false), SeekFrom::End(0)));
                 end.inspect(|end| handle.note_end(*end))
             });
-            asked.await.map_err(|errno| {
+            let end = asked.await.map_err(|errno| {
                 Error::io(errno.into(), format!("can't find out the size of {}", self.name))
             })?;
+            if self.keeps_len && end < self.handle.len() {
+                self.ended_early().await?;
+            }
         }
         Ok(self.handle.len())
     }
@@ -211,6 +213,22 @@ impl File {
                 self.name
             ),
         ))
+    }
+
+    /// What it means that a read has found the end before the known one.
+    async fn ended_early(&self) -> Result<()> {
+        match self.kind {
+            Kind::Regular => self.check_len().await,
+            // Nothing writes a device shorter: it was taken away, or exchanged.
+            Kind::Block { .. } => Err(Error::new(
+                ErrorKind::Changed,
+                format!(
+                    "{} ends before {} bytes, which it had when it was opened: give it its size again, and open it again",
+                    self.name,
+                    self.handle.len()
+                ),
+            )),
+        }
     }
 
     async fn find_runs(&self, span: ImageSpan) -> Result<Vec<StorageRun>> {

@@ -53,7 +53,7 @@ impl File {
                     let is_odd = whole != transfer.done;
                     if count == 0 || is_odd && (was_odd || transfer.position() >= self.handle.len()) {
                         if transfer.position() < self.handle.len() {
-                            self.check_len().await?;
+                            self.ended_early().await?;
                         }
                         zero_from(&mut transfer.buffer, transfer.done);
                         return Ok(transfer.buffer);

@@ -87,7 +87,7 @@ pub fn call(program: &str, arguments: &[&str]) -> Result<String, String> {
 /// A loop device over a file of its own.
 pub struct LoopDevice {
     pub path: PathBuf,
-    _dir: TempDir,
+    dir: TempDir,
 }
 
 impl LoopDevice {
@@ -105,12 +105,24 @@ impl LoopDevice {
         std::fs::File::create(&backing).and_then(|file| file.set_len(len)).expect("a file for the device");
         let backing = backing.display().to_string();
         match call("losetup", &["--show", "-f", "-b", &block.to_string(), &backing]) {
-            Ok(path) => Some(Self { path: path.into(), _dir: dir }),
+            Ok(path) => Some(Self { path: path.into(), dir }),
             Err(reason) => {
                 skip(&format!("no loop device: {reason}"));
                 None
             }
         }
+    }
+}
+
+impl LoopDevice {
+    /// Makes it smaller while it is in use.
+    #[allow(dead_code, reason = "one of the tests has no use for it")]
+    pub fn shrink(&self, len: u64) {
+        let backing = self.dir.join("backing");
+        let file = std::fs::OpenOptions::new().write(true).open(backing).expect("the file of the device");
+        file.set_len(len).expect("it is cut");
+        call("losetup", &["-c", &self.path.display().to_string()])
+            .expect("the device takes the size of its file");
     }
 }
 

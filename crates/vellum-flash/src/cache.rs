@@ -335,6 +335,12 @@ impl FlashCache {
         written.context(|| format!("{}: can't write to flash", self.name())).map(drop)
     }
 
+    /// Whether nothing is written to it any more: it was closed, or a change of its size has come so far that it may have its new
+    /// size.
+    pub fn is_decided(&self) -> bool {
+        self.is_closed.load(Ordering::Acquire)
+    }
+
     /// Commits, and writes nothing more. The disks are closed before.
     ///
     /// # Errors

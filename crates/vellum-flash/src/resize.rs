@@ -141,6 +141,7 @@ impl FlashCache {
         write_slices(&self.storage, id, &new, &mut payload).await?;
         self.storage.flush().await?;
         goes_on(total, total)?;
+        // From here on nobody knows which tables count until the superblock is read again.
         self.is_closed.store(true, Ordering::Release);
         // Each copy is flushed by itself. The first decides.
         let features = self.state().features;

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
-use vellum_core::{Buffer, Context, Error, ErrorKind, ImageOffset, Result, SharedStorage};
+use vellum_core::{Buffer, Context, Error, ErrorKind, ImageOffset, ImageSpan, Result, SharedStorage};
 use vellum_flash::{FlashCache, FlashPolicy, Look, RowFacts};
 use vellum_format::session::Session;
 use vellum_io::{File, OpenOptions};
@@ -14,7 +14,7 @@ use super::{NO_BOUND, cannot_open, open_cache, open_storage, open_with, random_b
 use crate::image::{ImageOptions, open_file, open_image};
 use crate::signals::Stop;
 
-/// How much of a file or device is looked at for something that would be lost.
+/// How much of each end of a device is looked at for something that would be lost.
 const LOOKED_AT: u64 = 1 << 20;
 
 /// A cache that was made.
@@ -79,11 +79,30 @@ async fn fill_new(storage: &SharedStorage, path: &Path, size: Option<u64>, force
     Ok(Made { size, capacity: facts.slots * 4096 })
 }
 
-/// Whether the beginning of it is not zero.
+/// Whether a file has any data, or a device some at its ends. Space that is only reserved is none.
 async fn holds_something(storage: &SharedStorage) -> Result<bool> {
-    let len = usize::try_from(storage.len().min(LOOKED_AT)).expect("a mebibyte");
-    let found = storage.read(ImageOffset::ZERO, Buffer::for_overwrite(len)).await?;
-    Ok(found.slice().iter().any(|byte| *byte != 0))
+    let all = ImageOffset::ZERO.span(storage.len());
+    let ends = if storage.limits().fixed_len {
+        let (first, rest) = all.split_at(LOOKED_AT);
+        let (_, last) = rest.split_at(rest.len().saturating_sub(LOOKED_AT));
+        vec![first, last]
+    } else {
+        let runs = storage.runs(all).await?;
+        let known = runs.last().map_or(all.start(), |run| run.span.end());
+        let data = runs.into_iter().filter(|run| run.is_data).map(|run| run.span);
+        data.chain([ImageSpan::between(known, all.end())]).collect()
+    };
+    for mut rest in ends {
+        while !rest.is_empty() {
+            let now;
+            (now, rest) = rest.split_at(LOOKED_AT);
+            let len = usize::try_from(now.len()).expect("a mebibyte");
+            if !storage.read(now.start(), Buffer::for_overwrite(len)).await?.is_zero() {
+                return Ok(true);
+            }
+        }
+    }
+    Ok(false)
 }
 
 /// A cache whose size was changed.
@@ -144,6 +163,13 @@ pub async fn resize(
     };
     let resized = match open.resize(used, &mut goes_on).await {
         Ok(resized) => resized,
+        // Once the superblock may have been written, what counts may lie where the file has become longer.
+        Err(error) if open.is_decided() => {
+            return Err(error.context(format!(
+                "{} may have its new size: `vellum flash info` shows it, and the next opening completes it",
+                path.display()
+            )));
+        }
         Err(error) => {
             if !is_device && size > before {
                 drop(storage.set_len(before).await);

@@ -42,6 +42,15 @@ fn nothing_is_overwritten_without_being_told_to() {
     std::fs::write(&text, "not to be lost").expect("a file");
     is_refused(&vellum(&["flash", "create", &text, "16M"]), &["text", "--force"]);
     assert_eq!(std::fs::read(&text).expect("it is there"), b"not to be lost");
+    let disk = dir.text("disk");
+    let mut bytes = vec![0; 8 << 20];
+    bytes[5 << 20] = 1;
+    std::fs::write(&disk, &bytes).expect("a file");
+    is_refused(&vellum(&["flash", "create", &disk, "4M"]), &["disk", "--force"]);
+    assert!(std::fs::read(&disk).expect("it is there") == bytes);
+    let sparse = dir.text("sparse");
+    std::fs::File::create(&sparse).and_then(|file| file.set_len(64 << 20)).expect("a file of holes");
+    vellum(&["flash", "create", &sparse, "16M"]).answer();
 }
 
 #[test]

@@ -45,6 +45,7 @@ use vellum_core::{
 use vellum_export::Shutdown;
 use vellum_export::nbd::{Export, Exports, OnDemand, Removed};
 use vellum_export::vhost::Reconnects;
+use vellum_flash::FlashPolicy;
 use vellum_format::FormatKind;
 use vellum_format::fast::FastMedium;
 use vellum_format::image::{Snapshot, SnapshotSupport, Snapshots};
@@ -133,6 +134,8 @@ pub(crate) struct Served {
     hydrating: Mutex<Option<Hydrating>>,
     /// What the user has asked for when the disk was named.
     hydration_said: HydrationSpec,
+    /// The last policy of the flash cache that was asked for while it is served.
+    flash_policy: Mutex<Option<FlashPolicy>>,
     /// Front ends that come from a server before this one.
     reconnects: Reconnects,
     /// The user wants it writable, and a migration forbids that.
@@ -246,6 +249,7 @@ impl Served {
             tap: Mutex::new(chain.tap().cloned()),
             hydrating: Mutex::default(),
             hydration_said: export.hydration.clone(),
+            flash_policy: Mutex::default(),
             chain: RwLock::new(Some(chain)),
             holders: AtomicUsize::new(0),
             disk: CheckedDisk::new(if is_steered { valve.clone() } else { inner }),

@@ -89,6 +89,10 @@ impl Served {
         }
         let (held, before) = (self.hold_in_time().await?, chain.disk().clone());
         let changed = chain.set_flash_policy(policy).await;
+        if changed.is_ok() {
+            // Whatever opens it again later keeps to it.
+            *lock(&self.flash_policy) = Some(policy);
+        }
         self.follow(held, chain, &before).await;
         changed
     }

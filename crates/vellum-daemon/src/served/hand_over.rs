@@ -170,10 +170,14 @@ pub(super) fn is_read_only(chain: &Chain) -> bool {
 }
 
 impl Served {
-    /// How its image is opened now: as the user wants, unless a migration forbids to write it.
+    /// How its image is opened now: as the user wants by now, unless a migration forbids to write it.
     pub(super) fn image_options(&self) -> ImageOptions {
         let read_only = self.image.read_only || self.is_barred();
-        ImageOptions { read_only, ..self.image.clone() }
+        let mut options = ImageOptions { read_only, ..self.image.clone() };
+        if let (Some(flash), Some(policy)) = (&mut options.flash, *lock(&self.flash_policy)) {
+            flash.policy = Some(policy);
+        }
+        options
     }
 
     /// Whether the user wants it writable, and a migration forbids that.

@@ -124,6 +124,9 @@ fn a_policy_is_changed_while_guests_write() {
             let told = ask(&[policy]);
             assert_eq!((&told["policy"], &told["dirty-bytes"]), (&policy.into(), &0.into()), "{kind:?}");
             same(&client.read_all().expect("it is read"), &model, &format!("{kind:?}, {policy}"));
+            // Whatever opens the image again keeps to it.
+            vellum(&["export", "reopen", "--control", &control]).answer();
+            assert_eq!(ask(&[])["policy"], policy, "{kind:?}");
         }
         client.flush().expect("a flush");
         client.disconnect();

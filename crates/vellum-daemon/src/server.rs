@@ -140,7 +140,14 @@ pub(crate) async fn run(
     let fast = match &spec.fast {
         Some(path) => match crate::tier::open_medium(path).await {
             Ok(fast) => Some(fast),
-            Err(error) => return (Err(error), false),
+            // Two servers with one medium are a mistake, and so is one that is asked to be complete without it.
+            Err(error) if spec.require_all || error.kind() == ErrorKind::Locked => {
+                return (Err(error), false);
+            }
+            Err(error) => {
+                tracing::warn!("{} (disks are served from their images alone)", error.chain());
+                None
+            }
         },
         None => None,
     };

@@ -123,7 +123,8 @@ fn context(path: &Path) -> impl Fn() -> String + '_ {
 }
 
 async fn open_storage(path: &Path) -> Result<SharedStorage> {
-    let opened = File::open(path, OpenOptions::writing()).await;
+    // What is cut off fails, and is then read from the image.
+    let opened = File::open(path, OpenOptions { keeps_len: true, ..OpenOptions::writing() }).await;
     Ok(opened.map_err(|error| match error.kind() {
         ErrorKind::Locked => error.context(format!(
             "the fast medium {} is in use: one server at a time has it, and all of its disks are served by that one",

@@ -112,6 +112,56 @@ fn without_its_medium_a_disk_is_served_and_its_copies_are_void_once_it_is_writte
     assert_eq!(vellum(&["check", &image]).code, 0);
 }
 
+/// A medium that is away, or not what it was, takes no disk out of service.
+#[test]
+fn a_server_starts_without_its_fast_medium() {
+    let dir = Dir::new("tier-damaged");
+    let (image, fast, bytes) = attached(&dir);
+    vellum(&["tier", "promote", "--fast", &fast, "--all", &image]).answer();
+    let sound = std::fs::read(&fast).expect("a medium");
+    for (what, how) in
+        [("missing", None), ("empty", Some(0)), ("short", Some(4096)), ("zeros", Some(usize::MAX))]
+    {
+        match how {
+            None => std::fs::remove_file(&fast).expect("removed"),
+            Some(len) if len > sound.len() => std::fs::write(&fast, vec![0; sound.len()]).expect("written"),
+            Some(len) => std::fs::write(&fast, &sound[..len]).expect("written"),
+        }
+        refused(
+            1,
+            &["fast"],
+            &["serve", "--require-all", "--nbd", "unix:/nonexistent/s", &image, "--fast", &fast],
+        );
+        let server = Server::start(&[&image, "--fast", &fast]);
+        let said = server.says("served from their images alone");
+        assert!(said.contains("fast"), "{what}: {said}");
+        let mut client = Client::connect(&server.peer(), "").expect("it is served");
+        same(&client.read_all().expect("it is read"), &bytes, what);
+        drop(client);
+        server.stop();
+    }
+    std::fs::write(&fast, &sound).expect("written");
+    let served = Server::start(&[&image, "--fast", &fast]);
+    // The other server has its lock.
+    refused(1, &["fast", "in use"], &["serve", "--nbd", "unix:/nonexistent/s", &image, "--fast", &fast]);
+    served.stop();
+}
+
+/// What is cut off while the medium is in use is read from the image.
+#[test]
+fn a_medium_that_is_cut_is_not_read_as_zeros() {
+    let dir = Dir::new("tier-cut");
+    let (image, fast, bytes) = attached(&dir);
+    vellum(&["tier", "promote", "--fast", &fast, "--all", &image]).answer();
+    let server = Server::start(&[&image, "--fast", &fast]);
+    let mut client = Client::connect(&server.peer(), "").expect("it is served");
+    let file = std::fs::OpenOptions::new().write(true).open(&fast).expect("a medium");
+    file.set_len(1 << 20).expect("it is cut");
+    same(&client.read_all().expect("it is read"), &bytes, "from a medium that was cut");
+    drop(client);
+    server.stop();
+}
+
 #[test]
 fn what_cannot_have_a_fast_medium_says_why() {
     let dir = Dir::new("tier-refused");

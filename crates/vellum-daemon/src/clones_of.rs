@@ -2,7 +2,10 @@
 //!
 //! 1. Clones are looked for in directories, not below these. Others are not known here.
 //! 2. A file that cannot be read is no clone. Nothing is locked: clones may be in use.
+//! 3. Of an image whose reference cannot be understood nobody knows what it stands on: asked what stands on an image, it
+//!    counts as one.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use vellum_core::{Context, Error, ErrorKind, Result};
@@ -34,7 +37,8 @@ pub(crate) async fn clones_in(dirs: &[PathBuf], image: &Path, id: &str) -> Resul
     Ok(clones)
 }
 
-/// The files in these directories that name one of the images at these canonical paths as the one below; but for those at the paths `except`.
+/// The files in these directories that name one of the images at these canonical paths as the one below, by whatever name; but
+/// for those at the paths `except`.
 ///
 /// # Errors
 /// When a directory cannot be listed.
@@ -43,33 +47,55 @@ pub(crate) async fn images_over(
     below: &[PathBuf],
     except: &[PathBuf],
 ) -> Result<Vec<PathBuf>> {
-    let mut images = Vec::new();
+    let (mut images, mut images_at, mut numbers) = (Vec::new(), Vec::new(), Vec::new());
+    for image in below {
+        numbers.push(number_of(image).await);
+    }
     for file in files_in(dirs).await? {
-        let is_over = async |file: &Path| {
-            let Some(Backing { path, snapshot: None, .. }) = backing_of(file).await? else {
-                return Ok(false);
-            };
-            let its =
-                canonical_path(&path).await.map_err(|error| Error::io(error, "can't find its image"))?;
-            let own = canonical_path(file).await.map_err(|error| Error::io(error, "can't find it"))?;
-            Ok::<_, Error>(below.contains(&its) && !except.contains(&own))
+        let Ok(own) = canonical_path(&file).await else { continue };
+        if except.contains(&own) || images_at.contains(&own) {
+            continue;
+        }
+        let its = match reference_of(&file).await {
+            Ok(Some(Ok(Backing { path, snapshot: None, .. }))) => path,
+            Ok(Some(Err(error))) => {
+                tracing::warn!("{}: {}: it may stand on the image", file.display(), error.chain());
+                images_at.push(own);
+                images.push(file);
+                continue;
+            }
+            Ok(_) => continue,
+            Err(error) => {
+                tracing::warn!("{}: can't see what it stands on: {}", file.display(), error.chain());
+                continue;
+            }
         };
-        if is_over(&file).await.unwrap_or(false) {
+        let number = number_of(&its).await;
+        if number.is_some() && numbers.contains(&number) {
+            images_at.push(own);
             images.push(file);
         }
     }
     Ok(images)
 }
 
-/// The plain files in these directories.
+/// The device and the inode of a file, if it is there.
+async fn number_of(path: &Path) -> Option<(u64, u64)> {
+    let its = path.to_owned();
+    let metadata = unblock_at(path, move || std::fs::metadata(its)).await;
+    metadata.ok().map(|metadata| (metadata.dev(), metadata.ino()))
+}
+
+/// The plain files in these directories, and what links lead to.
 async fn files_in(dirs: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let mut all = Vec::new();
     for dir in dirs {
         let its = dir.clone();
         let files = unblock_at(dir, move || -> std::io::Result<Vec<PathBuf>> {
             let entries = std::fs::read_dir(&its)?.flatten();
-            let files = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_file()));
-            Ok(files.map(|entry| entry.path()).take(FILES_MAX).collect())
+            // A named pipe would hang whoever opens it.
+            let files = entries.map(|entry| entry.path()).filter(|path| path.is_file());
+            Ok(files.take(FILES_MAX).collect())
         });
         let mut files = files.await.context(|| format!("can't look for clones in {}", dir.display()))?;
         files.sort();
@@ -80,11 +106,16 @@ async fn files_in(dirs: &[PathBuf]) -> Result<Vec<PathBuf>> {
 
 /// The image that a file names as the one below.
 async fn backing_of(file: &Path) -> Result<Option<Backing>> {
+    reference_of(file).await?.transpose()
+}
+
+/// As above; within, what is wrong with the name.
+async fn reference_of(file: &Path) -> Result<Option<Result<Backing>>> {
     let host = Host::default();
     let storage = host.open(&host.canonical(file).await?, file, Purpose::Look).await?;
     let Guess::Known(kind) = guess(&*storage).await? else { return Ok(None) };
     let head = kind.format().read(&*storage).await?;
-    Backing::of(file, &*head)
+    Ok(Backing::of(file, &*head).transpose())
 }
 
 async fn is_clone(file: &Path, image: &Path, id: &str) -> Result<bool> {

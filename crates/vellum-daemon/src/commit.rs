@@ -91,10 +91,11 @@ pub async fn commit(
     stop: &mut Stop,
     progress: &dyn Fn(u64, u64),
 ) -> Result<Committed> {
-    let plan = stop.or_stopped(plan(path, options, wish)).await?;
+    let mut plan = stop.or_stopped(plan(path, options, wish)).await?;
     if !wish.force {
         refuse_others(&plan).await?;
     }
+    say_format(&mut plan, options).await?;
     for layer in &plan.layers {
         put_pin(layer, options, None).await?;
     }
@@ -239,6 +240,20 @@ async fn open_base(plan: &Plan, options: &ImageOptions) -> Result<Chain> {
     }
     let writing = ImageOptions { format: Some(plan.format), ..options.clone() };
     open_image(&plan.base, &writing).await
+}
+
+/// Records the format of the base in the image above it, where that names none. Guessed anew after the guest's own bytes have
+/// come to a raw file, it could be another one, with names of files that the guest has chosen.
+async fn say_format(plan: &mut Plan, options: &ImageOptions) -> Result<()> {
+    let Some(layer) = plan.layers.last_mut() else { return Ok(()) };
+    let Some((name, format @ None)) = &mut layer.below else { return Ok(()) };
+    let writing = ImageOptions { format: Some(layer.format), ..options.clone() };
+    let (storage, kind) = open_file(&layer.path, &writing).await?;
+    let said = plan.format.to_string();
+    let backing = NewBacking { name, format: Some(&said), size: None, pin: layer.pin.as_ref() };
+    kind.format().set_backing(&storage, backing).await?; // commit point
+    *format = Some(said);
+    Ok(())
 }
 
 /// What proves the base to an image above it is taken out of that, or put back. An image that had none is left alone.

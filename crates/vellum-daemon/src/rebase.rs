@@ -128,6 +128,15 @@ async fn compared(
     }
     let pin = new.pin_of_all()?;
     let size = new.disk().geometry().size;
+    let before = chain.members().nth(1).map(|member| member.opened.disk.geometry().size);
+    if chain.top().head.kind() == FormatKind::Native && before.is_some_and(|before| before != size) {
+        // Said before terabytes are copied.
+        return Err(Error::unsupported(format!(
+            "{name} has {size} bytes: the backing image of a vellum image is replaced by one of the same size, {} bytes. \
+             Make the image independent with `vellum flatten`, or copy it with `vellum convert`",
+            before.unwrap_or_default()
+        )));
+    }
     let copied = copy_differences(&chain, &new, &stop.flag, progress).await;
     // A file that has changed meanwhile proves nothing: what was compared is not what is there.
     let copied = match copied {

@@ -304,6 +304,57 @@ fn what_would_ruin_other_images_is_not_committed() {
     refused(1, &["with-snapshots.vlm", "has snapshots"], &["commit", "--force", &native]);
 }
 
+/// Clones that name the base in other ways are found too.
+#[test]
+fn clones_by_other_names_are_found_before_a_commit() {
+    let dir = Dir::new("other-names");
+    let template = template(&dir);
+    let clone = dir.text("clone.qcow2");
+    used_clone(&template, KINDS[0], &clone, 1);
+    std::fs::hard_link(&template, dir.join("hard.qcow2")).expect("a link");
+    let sibling = dir.text("sibling.qcow2");
+    vellum(&["clone", "-q", &dir.text("hard.qcow2"), &sibling]).answer();
+    refused(1, &["sibling.qcow2", "--force"], &["commit", &clone]);
+    std::fs::remove_file(&sibling).expect("removed");
+    let elsewhere = Dir::new("elsewhere");
+    vellum(&["clone", "-q", &template, &elsewhere.text("linked.qcow2")]).answer();
+    std::os::unix::fs::symlink(elsewhere.join("linked.qcow2"), dir.join("link.qcow2")).expect("a link");
+    refused(1, &["link.qcow2", "--force"], &["commit", &clone]);
+    std::fs::remove_file(dir.join("link.qcow2")).expect("removed");
+    vellum(&["commit", "-q", &clone]).answer();
+}
+
+/// What a guest has written at the beginning of its disk is never taken for an image, once it has come to a raw base.
+#[test]
+fn a_commit_records_the_format_of_its_base() {
+    let dir = Dir::new("no-format");
+    let (base, top) = (dir.text("base.img"), dir.text("top.qcow2"));
+    std::fs::write(&base, vec![7; 2 << 20]).expect("a base");
+    std::fs::write(dir.join("secret.img"), vec![b'S'; 2 << 20]).expect("a file");
+    vellum(&["create", "-q", "-f", "qcow2", "-b", "base.img", "-F", "raw", &top]).answer();
+    // As older programs have made it: the extension with the format becomes an unknown one.
+    let mut bytes = std::fs::read(&top).expect("an image");
+    let at = bytes.windows(4).position(|four| four == [0xe2, 0x79, 0x2a, 0xca]).expect("the extension");
+    bytes[at..at + 4].copy_from_slice(&[0x12, 0x34, 0x56, 0x78]);
+    std::fs::write(&top, bytes).expect("an image");
+    let evil = dir.text("evil.qcow2");
+    vellum(&["create", "-q", "-f", "qcow2", "-b", "secret.img", "-F", "raw", &evil]).answer();
+    let mut evil = std::fs::read(&evil).expect("an image");
+    evil.resize(256 << 10, 0);
+    let server = Server::start(&["-f", "qcow2", &top]);
+    let mut client = Client::connect(&server.peer(), "").expect("a connection");
+    client.write(0, &evil, 0).expect("written");
+    client.flush().expect("flushed");
+    let disk = client.read_all().expect("read");
+    client.disconnect();
+    server.stop();
+    vellum(&["commit", "-q", &top]).answer();
+    let info = vellum(&["info", "--output", "json", &top]).json();
+    assert_eq!(info["backing-filename-format"], "raw", "{info}");
+    same(&read(&top, "qcow2"), &disk, "after the commit");
+    assert!(!disk.contains(&b'S'), "and nothing of the other file");
+}
+
 /// Killed at any moment, the image reads the same; the next run ends it.
 #[test]
 fn a_commit_that_is_killed_goes_on() {

@@ -44,6 +44,7 @@ mod meter;
 mod metrics;
 pub mod migrate;
 mod notify;
+mod occupied;
 pub mod pins;
 pub mod published;
 pub mod rebase;

@@ -14,9 +14,7 @@ use std::sync::Arc;
 
 use serde::Serialize;
 use serde_json::{Value, json};
-use vellum_core::{
-    Buffer, Context, Error, ErrorKind, GuestOffset, GuestSpan, ImageOffset, Random, Result, SharedStorage,
-};
+use vellum_core::{Context, Error, ErrorKind, GuestOffset, GuestSpan, Random, Result, SharedStorage};
 use vellum_format::fast::{
     FastId, FastMedium, NamedFast, NewRow, Promoted, Promotion, Reason, RowFacts, TierFacts, Tiers, create,
 };
@@ -25,6 +23,7 @@ use vellum_layer::Chain;
 
 use crate::flash::random_bytes;
 use crate::image::{ImageOptions, open_file, open_image};
+use crate::occupied::holds_something;
 
 /// A fast medium for an image.
 #[derive(Debug, Clone)]
@@ -162,7 +161,7 @@ async fn open_or_make(fast: &FastFor) -> Result<(Arc<FastMedium>, bool)> {
         true => File::create_new(path, OpenOptions::writing()).await?,
         false => open_storage(path).await?,
     };
-    if !is_new && has_something(&storage).await? {
+    if !is_new && holds_something(&storage).await? {
         // What is there is either a fast medium, or not to be lost.
         return Ok((open_on(storage).await.context(context(path))?, false));
     }
@@ -179,11 +178,6 @@ async fn open_or_make(fast: &FastFor) -> Result<(Arc<FastMedium>, bool)> {
         drop(std::fs::remove_file(path));
     }
     Ok((made?, true))
-}
-
-async fn has_something(storage: &SharedStorage) -> Result<bool> {
-    let len = usize::try_from(storage.len().min(1 << 20)).expect("a mebibyte");
-    Ok(!storage.read(ImageOffset::ZERO, Buffer::for_overwrite(len)).await?.is_zero())
 }
 
 /// Attaches a closed image to a fast medium. Nothing is copied by this.

@@ -202,10 +202,18 @@ pub enum Bug {
     FastSessionKept,
     /// Bits that were void count again in a new session.
     VoidBitsKept,
-    /// An opening goes on with the number of the session before, so a copy of the image has the same.
-    SameFastNumber,
     /// A fast medium that has lost what it had flushed is believed.
     ForgottenMediumCounts,
+    /// A fast medium is believed once other disks have promoted as much as it had lost.
+    LastOfMedium,
+    /// Entries of free slots stay, until their slots are used again.
+    OldEntriesKept,
+    /// They are blanked, and that is not durable before their slots are written.
+    BlankedLate,
+    /// What was promoted after an image was copied counts for the copy.
+    LaterCopyCounts,
+    /// An entry counts for whatever disk has its row.
+    EntryOfAnyDisk,
 }
 
 thread_local! {

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
-use vellum_core::{Buffer, Context, Error, ErrorKind, ImageOffset, ImageSpan, Result, SharedStorage};
+use vellum_core::{Context, Error, ErrorKind, ImageOffset, Result, SharedStorage};
 use vellum_flash::{FlashCache, FlashPolicy, Look, RowFacts};
 use vellum_format::session::Session;
 use vellum_io::{File, OpenOptions};
@@ -12,10 +12,8 @@ use vellum_layer::FlashChoice;
 
 use super::{NO_BOUND, cannot_open, open_cache, open_storage, open_with, random_bytes};
 use crate::image::{ImageOptions, open_file, open_image};
+use crate::occupied::holds_something;
 use crate::signals::Stop;
-
-/// How much of each end of a device is looked at for something that would be lost.
-const LOOKED_AT: u64 = 1 << 20;
 
 /// A cache that was made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -77,32 +75,6 @@ async fn fill_new(storage: &SharedStorage, path: &Path, size: Option<u64>, force
     let secret = u64::from_be_bytes(random_bytes()?);
     let facts = vellum_flash::create(storage, size, random_bytes()?, secret).await?;
     Ok(Made { size, capacity: facts.slots * 4096 })
-}
-
-/// Whether a file has any data, or a device some at its ends. Space that is only reserved is none.
-async fn holds_something(storage: &SharedStorage) -> Result<bool> {
-    let all = ImageOffset::ZERO.span(storage.len());
-    let ends = if storage.limits().fixed_len {
-        let (first, rest) = all.split_at(LOOKED_AT);
-        let (_, last) = rest.split_at(rest.len().saturating_sub(LOOKED_AT));
-        vec![first, last]
-    } else {
-        let runs = storage.runs(all).await?;
-        let known = runs.last().map_or(all.start(), |run| run.span.end());
-        let data = runs.into_iter().filter(|run| run.is_data).map(|run| run.span);
-        data.chain([ImageSpan::between(known, all.end())]).collect()
-    };
-    for mut rest in ends {
-        while !rest.is_empty() {
-            let now;
-            (now, rest) = rest.split_at(LOOKED_AT);
-            let len = usize::try_from(now.len()).expect("a mebibyte");
-            if !storage.read(now.start(), Buffer::for_overwrite(len)).await?.is_zero() {
-                return Ok(true);
-            }
-        }
-    }
-    Ok(false)
 }
 
 /// A cache whose size was changed.

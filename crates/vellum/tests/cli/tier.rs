@@ -184,6 +184,13 @@ fn what_cannot_have_a_fast_medium_says_why() {
     attach(&other, &[], &table, &["--fast-size"]);
     attach(&other, &size, &table, &["detach"]);
     attach(&qcow2, &[], &table, &["no fast medium"]);
+    // A disk with nothing at its beginning is not taken for an empty file.
+    let disk = dir.text("disk.raw");
+    let mut bytes = vec![0; 8 * MIB];
+    bytes[5 * MIB] = 1;
+    std::fs::write(&disk, &bytes).expect("a disk");
+    attach(&disk, &size, &table, &["no fast medium"]);
+    assert!(std::fs::read(&disk).expect("it is there") == bytes);
 }
 
 /// The units with bytes of the files below a directory, as `debugfs` says: what it names block by block.

@@ -46,13 +46,15 @@ fn main() -> io::Result<()> {
     for seals in [0, 7_u8] {
         // A row with a UUID, and an entry of it.
         let row = [&[0, 32, 8, 15][..], &[5; 16]].concat();
-        let entry = [&[8, 32, 4, 20, 0, 0, 0, 0][..], &[0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 3, 1]].concat();
+        let entry =
+            [&[8, 32, 4, 20, 0, 0, 0, 0][..], &[0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 3, 1]].concat();
         write(&root.join("fast_medium"), &format!("row-{seals}"), &[&[8, seals][..], &row, &entry].concat())?;
     }
     for which in 0..3_u8 {
         write(&root.join("guest_files"), &format!("sample-{which}"), &[which])?;
         // The size of a file, the depth of its extents, and a block of the journal.
-        let pokes = [&[which, 0, 15, 4, 1, 0, 0, 0, 28, 6, 1, 3, 0][..], &[0, 168, 8, 3, 0, 0, 0, 9]].concat();
+        let pokes =
+            [&[which, 0, 15, 4, 1, 0, 0, 0, 28, 6, 1, 3, 0][..], &[0, 168, 8, 3, 0, 0, 0, 9]].concat();
         write(&root.join("guest_files"), &format!("pokes-{which}"), &pokes)?;
     }
     for sample in vellum_foreign::samples::samples() {

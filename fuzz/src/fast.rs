@@ -30,7 +30,8 @@ fn seal(tables: &mut [u8], at: usize, len: usize, number: u32, more: &[u8]) {
 
 /// The target.
 pub fn fast_medium(data: &[u8]) {
-    let [slots, seals, mut rest @ ..] = data else { return };
+    let [slots, seals, pokes @ ..] = data else { return };
+    let mut rest = pokes;
     let slots = u32::from(*slots) % SLOTS_MAX + 1;
     let bytes = u64::from(slots + 16) << 16;
     let storage: SharedStorage = MemoryStorage::with("fast", Limits::plain(), SparseBytes::default());
@@ -81,7 +82,10 @@ pub fn fast_medium(data: &[u8]) {
             drop(medium);
             let Ok(medium) = open().await else { panic!("it was open a moment ago") };
             let again = medium.rows();
-            assert_eq!(again.len(), rows.len() + usize::from(attached.is_ok() && !rows.iter().any(|row| row.uuid == [9; 16])));
+            assert_eq!(
+                again.len(),
+                rows.len() + usize::from(attached.is_ok() && !rows.iter().any(|row| row.uuid == [9; 16]))
+            );
             for row in again {
                 assert!(medium.forget(row.uuid).await.expect("memory"), "a row that is listed");
             }

@@ -41,7 +41,8 @@ pub fn guest_files(data: &[u8]) {
                 for path in ["/d/f", "/link", "/old"] {
                     drop(has_path(&*disk, &volume, path).await);
                 }
-                let found = find_files(&*disk, &volume, &["/".to_owned()], &mut |file| file.modified > 0).await;
+                let found =
+                    find_files(&*disk, &volume, &["/".to_owned()], &mut |file| file.modified > 0).await;
                 assert!(found.is_err() || volume.kind == VolumeKind::Ext);
                 for pair in found.iter().flat_map(|found| found.spans.windows(2)) {
                     assert!(pair[0].end() < pair[1].start(), "they are in order, and apart");

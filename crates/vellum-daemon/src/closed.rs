@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use vellum_core::{Context, Error, ErrorKind, Result, SharedStorage};
 use vellum_format::FormatKind;
-use vellum_format::image::{Format, Snapshot, SnapshotSupport, Wanted};
+use vellum_format::image::{Amend, Format, Snapshot, SnapshotSupport, Wanted};
 use vellum_format::report::{CheckReport, JournalChange, Recovered, Repair};
 use vellum_format::session::{Session, may_use};
 
@@ -144,6 +144,16 @@ pub async fn resize(
 pub async fn set_journal(path: &Path, wish: Option<Option<u64>>) -> Result<JournalChange> {
     let (storage, kind) = open_file(path, &ImageOptions::default()).await?;
     kind.format().set_journal(&storage, &path.display().to_string(), wish).await
+}
+
+/// Changes what an image is, in place.
+///
+/// # Errors
+/// `Unsupported` for a format or a change that needs a copy, and the errors of the image.
+pub async fn amend(path: &Path, format: Option<FormatKind>, wish: &Amend) -> Result<()> {
+    let options = ImageOptions { format, ..ImageOptions::default() };
+    let (storage, kind) = open_file(path, &options).await?;
+    kind.format().amend(&storage, wish).await
 }
 
 /// The snapshots of an image, in the order in which they were made.

@@ -90,7 +90,7 @@ pub use tls::TlsFiles;
 // The types of the crates below that callers give to these functions and get from them.
 pub use vellum_export::nbd::SessionLimits;
 pub use vellum_flash::{FlashPolicy, Look as FlashLook, RowFacts as FlashRow};
-pub use vellum_format::image::{Fact, Machine, Snapshot, Wanted};
+pub use vellum_format::image::{Amend, Fact, Machine, Snapshot, Wanted};
 pub use vellum_format::luks::{Hash, Secret, Secrets};
 pub use vellum_format::native::{CreateOptions as NativeOptions, Layout};
 pub use vellum_format::qcow2::{

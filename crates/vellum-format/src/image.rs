@@ -17,13 +17,13 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::time::Duration;
 
 use vellum_core::pin::Pin;
 use vellum_core::{
     Clock, Error, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk, SharedStorage, Storage,
 };
 
+pub use crate::closed_snapshots::{Amend, ClosedSnapshots, Wanted};
 pub use crate::compressing::{BlockContent, Compressing, PackedBlock};
 use crate::fast::{FastId, FastMedium, NamedFast, Tiers};
 use crate::handover::Handover;
@@ -280,6 +280,15 @@ pub trait Format: Sync {
     /// What changes the snapshots of an image that is not open, where that is how the format changes them.
     fn closed_snapshots(&self) -> Option<&'static dyn ClosedSnapshots> {
         None
+    }
+
+    /// Changes what a closed image is, in place; its disk and its snapshots read the same. A crash leaves it with or without
+    /// each of the changes.
+    ///
+    /// # Errors
+    /// `Unsupported` for a format or a change that needs a copy, and the errors of the image.
+    fn amend<'a>(&'a self, image: &'a SharedStorage, _wish: &'a Amend) -> LocalFuture<'a, Result<()>> {
+        ready(Err(Error::unsupported(format!("{}: {} images cannot be amended", image.name(), self.kind()))))
     }
 
     /// Reverts the disk of an image to a snapshot.
@@ -634,56 +643,6 @@ pub trait Snapshots: Send + Sync {
 
     /// Stops a deletion in progress at a point where it can be continued later.
     fn stop_deleting(&self);
-}
-
-/// How a snapshot is named.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Wanted<'a> {
-    /// By its id, or by its name if no snapshot has this id.
-    IdOrName(&'a str),
-    /// By its name.
-    Name(&'a str),
-}
-
-impl<'a> Wanted<'a> {
-    /// The id or name.
-    pub fn text(self) -> &'a str {
-        match self {
-            Self::IdOrName(text) | Self::Name(text) => text,
-        }
-    }
-}
-
-/// Changes of the snapshots of an image that is not open. A crash leaves the image as it was or as it was to be.
-pub trait ClosedSnapshots: Sync {
-    /// Makes a snapshot. Returns its id. `may_repeat` allows a name that another snapshot has.
-    ///
-    /// # Errors
-    /// `Invalid` for an impossible name, `Corrupt` when the image is damaged, and the errors of the image.
-    fn create<'a>(
-        &'a self,
-        image: &'a SharedStorage,
-        name: &'a str,
-        now: Duration,
-        may_repeat: bool,
-    ) -> LocalFuture<'a, Result<String>>;
-
-    /// Deletes a snapshot.
-    ///
-    /// # Errors
-    /// `NotFound` when there is none, and as [`create`](ClosedSnapshots::create).
-    fn delete<'a>(&'a self, image: &'a SharedStorage, wanted: Wanted<'a>) -> LocalFuture<'a, Result<()>>;
-
-    /// Gives a snapshot another name.
-    ///
-    /// # Errors
-    /// As [`delete`](ClosedSnapshots::delete).
-    fn rename<'a>(
-        &'a self,
-        image: &'a SharedStorage,
-        wanted: Wanted<'a>,
-        name: &'a str,
-    ) -> LocalFuture<'a, Result<()>>;
 }
 
 /// A snapshot, of any format.

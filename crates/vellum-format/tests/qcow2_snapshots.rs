@@ -14,7 +14,7 @@ use vellum_core::{
     SharedStorage, WriteFlags, ZeroFlags,
 };
 use vellum_format::FormatKind;
-use vellum_format::image::Wanted;
+use vellum_format::image::{Amend, Wanted};
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create, grow, snapshot};
 use vellum_sim::explore::{Care, Depth, Medium, Offline, explore_offline};
 use vellum_sim::{
@@ -98,6 +98,10 @@ enum Step {
     Revert(String),
     Delete(String),
     Rename(String, String),
+    /// The image is amended: refcounts of this many bits.
+    Width(u32),
+    /// Version 3, with lazy refcounts.
+    Upgrade,
 }
 
 impl Step {
@@ -111,6 +115,14 @@ impl Step {
             Self::Revert(name) => format.revert(image, name).await,
             Self::Delete(name) => closed.delete(image, Wanted::Name(name)).await,
             Self::Rename(old, new) => closed.rename(image, Wanted::IdOrName(old), new).await,
+            Self::Width(bits) => {
+                let wish = Amend { refcount_bits: Some(*bits), ..Amend::default() };
+                format.amend(image, &wish).await
+            }
+            Self::Upgrade => {
+                let wish = Amend { version: Some(3), lazy_refcounts: Some(true), ..Amend::default() };
+                format.amend(image, &wish).await
+            }
         }
     }
 
@@ -125,6 +137,7 @@ impl Step {
                 let index = at(model, old);
                 model.snapshots[index].0 = new.clone();
             }
+            Self::Width(_) | Self::Upgrade => {}
         }
     }
 }
@@ -143,7 +156,7 @@ async fn work(kind: &QcowSetup, image: &SharedStorage, random: &mut Random, requ
 #[test]
 #[allow(clippy::print_stderr, reason = "the counts are what the test is for")]
 fn whatever_the_order_each_snapshot_reads_as_when_it_was_made() {
-    let mut counts = [0_u64; 6];
+    let mut counts = [0_u64; 8];
     for kind in kinds() {
         for seed in 0..3 * scale() {
             let mut random = Random::from_seed(seed);
@@ -159,7 +172,9 @@ fn whatever_the_order_each_snapshot_reads_as_when_it_was_made() {
                             model.snapshots[usize::try_from(random.below(all as u64)).unwrap()].0.clone(),
                         ),
                     };
-                    let step = match (random.below(9), some) {
+                    let step = match (random.below(11), some) {
+                        (9, _) if kind.options.version == 3 => Step::Width(*random.pick(&[4, 8, 16, 32, 64])),
+                        (10, _) if kind.options.version == 3 || number > 12 => Step::Upgrade,
                         (0..=2, _) if model.snapshots.len() < 6 => Step::Create(format!("s{number}")),
                         (3, Some(name)) => Step::Revert(name),
                         (4 | 5, Some(name)) => Step::Delete(name),
@@ -191,6 +206,8 @@ fn whatever_the_order_each_snapshot_reads_as_when_it_was_made() {
                         Step::Revert(_) => 1,
                         Step::Delete(_) => 2,
                         Step::Rename(..) => 3,
+                        Step::Width(_) => 6,
+                        Step::Upgrade => 7,
                     }] += 1;
                     must_be_clean(&image, &when).await;
                     let found = model_of(&kind, &image).await.unwrap();
@@ -205,8 +222,8 @@ fn whatever_the_order_each_snapshot_reads_as_when_it_was_made() {
         }
     }
     eprintln!(
-        "created {}, reverted {}, deleted {}, renamed {}, grown {}, written {}",
-        counts[0], counts[1], counts[2], counts[3], counts[4], counts[5]
+        "created {}, reverted {}, deleted {}, renamed {}, grown {}, written {}, of another width {}, upgraded {}",
+        counts[0], counts[1], counts[2], counts[3], counts[4], counts[5], counts[6], counts[7]
     );
     assert!(counts.iter().all(|count| *count > 20), "{counts:?}");
 }
@@ -335,13 +352,18 @@ fn steps() -> Vec<Step> {
         Step::Delete(text("one")),
         Step::Delete(text("two")),
         Step::Rename(text("one"), text("a longer name of it")),
+        Step::Width(32),
+        Step::Width(4),
+        Step::Upgrade,
     ]
 }
 
 fn cuts(is_open: bool) -> impl Iterator<Item = Cut> {
     let all = kinds().into_iter().flat_map(|kind| steps().into_iter().map(move |step| (kind.clone(), step)));
     // Version 2 does not say that it was not closed.
-    all.filter(move |(kind, _)| !is_open || kind.options.version == 3)
+    let has_width =
+        |kind: &QcowSetup, step: &Step| kind.options.version == 3 || !matches!(step, Step::Width(_));
+    all.filter(move |(kind, step)| has_width(kind, step) && (!is_open || kind.options.version == 3))
         .map(move |(kind, step)| Cut::new(&kind, step, is_open))
 }
 
@@ -349,9 +371,12 @@ fn cuts(is_open: bool) -> impl Iterator<Item = Cut> {
 fn explore(cuts: impl Iterator<Item = Cut>, one_in: u64) {
     let (mut states, mut judged, mut nested) = (0, 0, 0);
     for cut in cuts {
+        // An amendment takes few writes.
+        let is_short = matches!(cut.step, Step::Width(_) | Step::Upgrade);
+        let one_in = if is_short { 1 } else { one_in };
         let care = Care { depth: Depth::NESTED, one_in, nested_one_in: 40 };
         let looked = explore_offline(&cut, &care).unwrap_or_else(|what| panic!("{what}"));
-        assert!(looked.states > 2, "{}: {looked}", cut.name());
+        assert!(looked.states > if is_short { 1 } else { 2 }, "{}: {looked}", cut.name());
         (states, judged, nested) = (states + looked.states, judged + looked.judged, nested + looked.nested);
     }
     eprintln!("{states} states, {judged} judged, {nested} nested, 0 violations");
@@ -490,11 +515,21 @@ fn what_cannot_be_done_says_why_and_changes_nothing() {
     refused(&image, Step::Delete(text("1")), ErrorKind::NotFound, "no snapshot named 1");
     block_on(Step::Revert(text("1")).perform(&image)).unwrap();
     block_on(must_be_clean(&image, "at the end"));
-    // A device that is full.
     let fixed = CreateOptions { data_file: Some(text("data")), ..plain };
     let storage = vellum_core::MemoryStorage::new("image");
     let data: SharedStorage = vellum_core::MemoryStorage::new("data");
     block_on(create(&*storage, Some(&data), &fixed)).unwrap();
     let image: SharedStorage = storage;
     refused(&image, Step::Create(text("one")), ErrorKind::Unsupported, "another file");
+    // What cannot be amended.
+    let (_, _, image) = make(&CreateOptions { version: 2, ..CreateOptions { data_file: None, ..fixed } });
+    refused(&image, Step::Width(32), ErrorKind::Invalid, "compat=1.1");
+    block_on(Step::Upgrade.perform(&image)).unwrap();
+    block_on(Step::Create(text("one")).perform(&image)).unwrap();
+    refused(&image, Step::Width(1), ErrorKind::Unsupported, "count to 1");
+    refused(&image, Step::Width(3), ErrorKind::Invalid, "refcount_bits=3");
+    let back = Amend { version: Some(2), ..Amend::default() };
+    let error = block_on(FormatKind::Qcow2.format().amend(&image, &back)).expect_err("no way back");
+    assert!(error.chain().contains("compat=0.10"), "{}", error.chain());
+    block_on(must_be_clean(&image, "amended"));
 }

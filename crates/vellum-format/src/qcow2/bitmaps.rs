@@ -1,7 +1,7 @@
 //! Persistent bitmaps: their directory is read and checked, so that they can be listed. They are not updated:
 //! the first change of an image clears the bit that says they are valid.
 
-use vellum_core::{Buffer, Context, Error, Result, Storage};
+use vellum_core::{Buffer, Context, Error, ImageSpan, Result, Storage};
 
 use super::header::Header;
 use super::layout::*;
@@ -28,6 +28,17 @@ const AUTO: u32 = 1 << 1;
 /// # Errors
 /// `Corrupt` when the directory is damaged.
 pub async fn list(header: &Header, storage: &dyn Storage) -> Result<Vec<Bitmap>> {
+    Ok(read(header, storage).await?.into_iter().map(|(bitmap, _)| bitmap).collect())
+}
+
+/// The tables of the bitmaps, which name the clusters with their bits.
+pub(super) async fn tables(header: &Header, storage: &dyn Storage) -> Result<Vec<ImageSpan>> {
+    let places = read(header, storage).await?.into_iter().map(|(_, place)| place);
+    places.map(|(at, entries)| header.table(at, u64::from(entries) * 8, "bitmap table")).collect()
+}
+
+/// The bitmaps, with the place of each one's table and the number of its entries.
+async fn read(header: &Header, storage: &dyn Storage) -> Result<Vec<(Bitmap, (u64, u32))>> {
     let Some(directory) = header.bitmaps() else { return Ok(Vec::new()) };
     let context = || format!("{}: can't read the directory of its bitmaps", storage.name());
     let len = usize::try_from(directory.span.len()).expect("at most 128 MiB");
@@ -35,7 +46,7 @@ pub async fn list(header: &Header, storage: &dyn Storage) -> Result<Vec<Bitmap>>
     parse(read.slice(), directory.count).context(context)
 }
 
-fn parse(directory: &[u8], count: u32) -> Result<Vec<Bitmap>> {
+fn parse(directory: &[u8], count: u32) -> Result<Vec<(Bitmap, (u64, u32))>> {
     let mut bitmaps = Vec::new();
     let mut at = 0;
     for _ in 0..count {
@@ -48,12 +59,13 @@ fn parse(directory: &[u8], count: u32) -> Result<Vec<Bitmap>> {
         let granularity = 1u64
             .checked_shl(bits)
             .ok_or_else(|| Error::corrupt(format!("a granularity of 2^{bits} bytes is impossible")))?;
-        bitmaps.push(Bitmap {
+        let bitmap = Bitmap {
             name: String::from_utf8_lossy(name).into_owned(),
             granularity,
             is_in_use: flags & IN_USE != 0,
             is_auto: flags & AUTO != 0,
-        });
+        };
+        bitmaps.push((bitmap, (be64(fixed, 0), be32(fixed, 8))));
         at = (name_at + name_len).next_multiple_of(8);
     }
     Ok(bitmaps)

@@ -8,6 +8,7 @@ use vellum_core::pin::Pin;
 use vellum_core::{Context, ImageOffset, LocalFuture, Result, SharedStorage, Storage};
 use vellum_luks::SectorCipher;
 
+use super::amend::amend;
 use super::bitmaps::{self, Bitmap};
 use super::check::{check, recover};
 use super::detach::detach;
@@ -20,8 +21,8 @@ use super::open::OpenOptions;
 use super::{Qcow2, encrypted, resize, snapshot, snapshots};
 use crate::handover::{Handover, may_change};
 use crate::image::{
-    ClosedSnapshots, Compressing, Fact, Files, Format, Head, Machine, NewBacking, OpenOptions as Options,
-    Opened, Snapshot, SnapshotSupport, Wanted,
+    Amend, ClosedSnapshots, Compressing, Fact, Files, Format, Head, Machine, NewBacking,
+    OpenOptions as Options, Opened, Snapshot, SnapshotSupport, Wanted,
 };
 use crate::luks::{self, KeyArea};
 use crate::prealloc::Prealloc;
@@ -95,6 +96,13 @@ impl Format for Qcow2Format {
         Box::pin(async move {
             changeable(image).await?;
             resize::grow(image, size).await.map(drop)
+        })
+    }
+
+    fn amend<'a>(&'a self, image: &'a SharedStorage, wish: &'a Amend) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move {
+            changeable(image).await?;
+            amend(image, wish).await
         })
     }
 

@@ -530,6 +530,20 @@ impl Header {
         }
     }
 
+    /// Changes the compatible features, in memory.
+    pub(crate) fn set_compatible(&mut self, compatible: u64) {
+        assert!(self.version >= 3, "version 2 has no feature bits");
+        self.compatible = compatible;
+        put64(&mut self.sector, field::COMPATIBLE, compatible);
+    }
+
+    /// Changes the width of refcounts, in memory.
+    pub(crate) fn set_refcount_order(&mut self, order: u32) {
+        assert!(self.version >= 3, "refcounts of version 2 have 16 bits");
+        self.refcount_order = order;
+        put32(&mut self.sector, field::REFCOUNT_ORDER, order);
+    }
+
     /// Changes the size of the disk, in memory.
     pub(crate) fn set_size(&mut self, size: u64) {
         self.size = size;

@@ -279,6 +279,30 @@ pub(super) fn has_place_for_session(header: &Header) -> Result<()> {
     Ok(())
 }
 
+/// Lays the header of an image of version 2 out as one of version 3. What version 3 requires of other tables is there.
+/// Returns whether there was room.
+///
+/// # Errors
+/// Those of the storage.
+pub(super) async fn make_version_3(header: &Header, image: &dyn Storage) -> Result<bool> {
+    let old = Layout::read(header, image).await?;
+    let mut parts = old.parts.clone();
+    parts.fields.truncate(V2_HEADER_LEN);
+    parts.fields.resize(V3_HEADER_LEN, 0);
+    put32(&mut parts.fields, field::VERSION, 3);
+    put32(&mut parts.fields, field::REFCOUNT_ORDER, header.refcount_order);
+    put32(&mut parts.fields, field::HEADER_LENGTH, u32::try_from(V3_HEADER_LEN).expect("112"));
+    relay(header, image, &parts).await
+}
+
+/// Why the header stays as it is, where it has no room.
+pub(super) fn no_room() -> Error {
+    Error::new(
+        ErrorKind::NoSpace,
+        "the header has no room for it: copy the image with `vellum convert -O qcow2`",
+    )
+}
+
 fn refuse(header: &Header, wanted: Option<u64>) -> Result<()> {
     if header.is_corrupt() {
         return Err(Error::corrupt("the image is marked corrupt: run `vellum check -r all` first"));

@@ -29,6 +29,7 @@
 //! | `snapshot_table` | the table of snapshots, written anew |
 //! | `shadow`, `tree` | new metadata beside the old, and one write that switches to it; what an L1 table leads to |
 //! | `measure` | how large an image will be |
+//! | `amend` | version 3, lazy refcounts, wider or narrower refcounts in an existing image |
 //! | `resize` | a larger disk, as far as the L1 table has room |
 //! | [`check`] | compares everything an image claims, and repairs it; `hole` and `tail` skip what a file does not have, and cut off what it does not need |
 //! | `format` | the interface that all formats have |
@@ -42,6 +43,7 @@
 //! is cleared before the first change, as the specification requires).
 
 mod ahead;
+mod amend;
 pub mod bitmaps;
 pub mod check;
 mod commit;

@@ -66,6 +66,8 @@ pub(super) struct Shadow<'a> {
     pub(super) header: Header,
     image: &'a SharedStorage,
     cluster: BlockSize,
+    /// The width of the old refcounts.
+    order: u32,
     /// The entries of the old refcount table.
     table: Vec<u64>,
     old_table: ImageSpan,
@@ -123,6 +125,7 @@ impl<'a> Shadow<'a> {
         let table = bytes.slice().chunks_exact(8).map(|entry| be64(entry, 0) & OFFSET_MASK).collect();
         Ok(Self {
             cluster: header.cluster_size(),
+            order: header.refcount_order,
             header,
             image,
             table,
@@ -138,12 +141,28 @@ impl<'a> Shadow<'a> {
         })
     }
 
+    /// All refcounts get this width, as a power of two.
+    pub(super) fn set_width(&mut self, order: u32) {
+        self.header.set_refcount_order(order);
+    }
+
+    /// Clusters that an old block counts.
     fn per_block(&self) -> u64 {
+        (self.cluster.bytes() * 8) >> self.order
+    }
+
+    /// Clusters that a new block counts.
+    fn per_new_block(&self) -> u64 {
         (self.cluster.bytes() * 8) >> self.header.refcount_order
     }
 
+    /// The new block that counts a cluster.
     fn block_of(&self, cluster: u64) -> usize {
-        usize::try_from(cluster / self.per_block()).unwrap_or(usize::MAX)
+        usize::try_from(cluster / self.per_new_block()).unwrap_or(usize::MAX)
+    }
+
+    fn has_new_width(&self) -> bool {
+        self.header.refcount_order != self.order
     }
 
     /// The bytes of an old block; zeros where there is none.
@@ -175,7 +194,7 @@ impl<'a> Shadow<'a> {
 
     /// Looks through one more block for free clusters.
     async fn look_on(&mut self) -> Result<()> {
-        let (per_block, order, index) = (self.per_block(), self.header.refcount_order, self.free.next);
+        let (per_block, order, index) = (self.per_block(), self.order, self.free.next);
         let end = match self.image.limits().fixed_len {
             true => self.image.len() >> self.cluster.shift(),
             false => IMAGE_END.bytes() >> self.cluster.shift(),
@@ -262,7 +281,8 @@ impl<'a> Shadow<'a> {
     /// The refcount of a cluster after the switch, as far as it is planned.
     pub(super) async fn count_after(&mut self, at: ImageOffset) -> Result<u64> {
         let cluster = self.number(at);
-        let (block, index) = (self.block_of(cluster), cluster % self.per_block());
+        let block = usize::try_from(cluster / self.per_block()).unwrap_or(usize::MAX);
+        let index = cluster % self.per_block();
         if !self.kept.contains_key(&block) {
             let bytes = self.block(block).await?;
             if (self.kept.len() + 1) * bytes.len() > KEPT_BYTES {
@@ -270,7 +290,7 @@ impl<'a> Shadow<'a> {
             }
             self.kept.insert(block, bytes);
         }
-        let stored = refcount::read(&self.kept[&block], self.header.refcount_order, index);
+        let stored = refcount::read(&self.kept[&block], self.order, index);
         self.count_of(cluster, stored)
     }
 
@@ -283,15 +303,20 @@ impl<'a> Shadow<'a> {
                 "the cluster at {at} has a refcount that is too low: run `vellum check -r all`"
             ))
         })?;
+        self.fitting(after)
+    }
+
+    /// Refuses a count that does not fit in a refcount.
+    fn fitting(&self, count: u64) -> Result<u64> {
         let bits = self.header.refcount_bits();
-        if bits < 64 && after >> bits != 0 {
+        if bits < 64 && count >> bits != 0 {
             let most = (1u64 << bits) - 1;
             return Err(Error::unsupported(format!(
-                "a cluster would be shared by {after}, and refcounts of {bits} bits count to {most}: copy the image with \
-                 `vellum convert -O qcow2 -o refcount_bits=16 OLD NEW` first"
+                "a cluster would be shared by {count}, and refcounts of {bits} bits count to {most}: widen them with \
+                 `vellum amend -o refcount_bits=16` first"
             )));
         }
-        Ok(after)
+        Ok(count)
     }
 
     /// Whether an L2 table of the active disk has an entry whose flag changes.
@@ -351,7 +376,8 @@ impl<'a> Shadow<'a> {
         // First of all, because it shows whether the counts fit.
         let freed = self.write_blocks(&blocks).await?;
         let mut bytes = vec![0; usize::try_from(table.len()).expect("at most 8 MiB")];
-        for (index, at) in self.table.iter().enumerate() {
+        // With another width nothing of the old structure stays.
+        for (index, at) in self.table.iter().enumerate().filter(|_| !self.has_new_width()) {
             put64(&mut bytes, index * 8, *at);
         }
         for (index, place) in &blocks {
@@ -393,8 +419,11 @@ impl<'a> Shadow<'a> {
     /// Places for the blocks that change, and for the table.
     async fn place_refcounts(&mut self) -> Result<(BTreeMap<usize, u64>, ImageSpan)> {
         self.drop_table(self.old_table);
-        let changed: BTreeSet<usize> =
+        let mut changed: BTreeSet<usize> =
             self.plus.each().chain(self.minus.each()).map(|cluster| self.block_of(cluster)).collect();
+        if self.has_new_width() {
+            changed.extend(self.drop_blocks().await?);
+        }
         let mut todo: Vec<usize> = changed.into_iter().collect();
         let mut blocks = BTreeMap::new();
         let mut table: Option<Range<u64>> = None;
@@ -407,13 +436,15 @@ impl<'a> Shadow<'a> {
                 self.own.insert(place);
                 blocks.insert(index, place);
                 todo.push(self.block_of(place));
-                if let Some(old) = self.table.get(index).copied().filter(|at| *at != 0) {
+                let old = self.table.get(index).copied().filter(|at| *at != 0 && !self.has_new_width());
+                if let Some(old) = old {
                     self.minus.add(self.number(ImageOffset::new(old)), 1);
                     todo.push(self.block_of(self.number(ImageOffset::new(old))));
                 }
             }
             let last = blocks.last_key_value().map_or(0, |(index, _)| index + 1);
-            let needed = self.cluster.count_for(last.max(self.table.len()) as u64 * 8);
+            let least = if self.has_new_width() { 1 } else { self.table.len() };
+            let needed = self.cluster.count_for(last.max(least) as u64 * 8);
             if needed << self.cluster.shift() > REFCOUNT_TABLE_BYTES_MAX.max(self.cluster.bytes()) {
                 let why = "the image has reached the largest size that its refcount table allows";
                 return Err(Error::new(ErrorKind::NoSpace, why));
@@ -434,12 +465,59 @@ impl<'a> Shadow<'a> {
         }
     }
 
+    /// Counts all old blocks as not named any more. Returns the new blocks that count what they count.
+    async fn drop_blocks(&mut self) -> Result<BTreeSet<usize>> {
+        let (per_block, order) = (self.per_block(), self.order);
+        let mut needed = BTreeSet::new();
+        for index in 0..self.table.len() {
+            if self.table[index] == 0 {
+                continue;
+            }
+            let own = self.number(ImageOffset::new(self.table[index]));
+            self.minus.add(own, 1);
+            needed.insert(self.block_of(own));
+            let bytes = self.block(index).await?;
+            let first = index as u64 * per_block;
+            for cluster in (0..per_block).filter(|at| refcount::read(&bytes, order, *at) != 0) {
+                needed.insert(self.block_of(first + cluster));
+            }
+            yield_now().await;
+        }
+        Ok(needed)
+    }
+
+    /// A block as it is before its counts change: the old one, or all that the old ones say of its clusters.
+    async fn unchanged(&self, index: usize) -> Result<Vec<u8>> {
+        if !self.has_new_width() {
+            return self.block(index).await;
+        }
+        let mut bytes = vec![0; usize::try_from(self.cluster.bytes()).expect("at most 2 MiB")];
+        let (per_old, per_new) = (self.per_block(), self.per_new_block());
+        let (first, end) = (index as u64 * per_new, (index as u64 + 1) * per_new);
+        for old in first / per_old..end.div_ceil(per_old) {
+            let old_index = usize::try_from(old).unwrap_or(usize::MAX);
+            if self.table.get(old_index).is_none_or(|at| *at == 0) {
+                continue;
+            }
+            let counts = self.block(old_index).await?;
+            for cluster in first.max(old * per_old)..end.min((old + 1) * per_old) {
+                let count = refcount::read(&counts, self.order, cluster - old * per_old);
+                if count > 0 {
+                    let count = self.fitting(count)?;
+                    refcount::write(&mut bytes, self.header.refcount_order, cluster - first, count);
+                }
+            }
+            yield_now().await;
+        }
+        Ok(bytes)
+    }
+
     /// Writes the blocks that change. Returns the clusters that become free.
     async fn write_blocks(&self, blocks: &BTreeMap<usize, u64>) -> Result<Vec<Range<u64>>> {
-        let (order, per_block) = (self.header.refcount_order, self.per_block());
+        let (order, per_block) = (self.header.refcount_order, self.per_new_block());
         let mut freed: Vec<Range<u64>> = Vec::new();
         for (index, place) in blocks {
-            let mut bytes = self.block(*index).await?;
+            let mut bytes = self.unchanged(*index).await?;
             let first = *index as u64 * per_block;
             let none = vec![0; bytes.len()];
             let groups = busy_groups(first, &none, order, [&self.plus, &self.minus]);

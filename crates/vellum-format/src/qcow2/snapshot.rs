@@ -240,9 +240,19 @@ impl SnapshotTable {
         self.snapshots.iter().find(|snapshot| snapshot.name == name)
     }
 
-    /// The snapshot with this id, else with this name.
+    /// The snapshot with this id, else with this name, else the one that `snapshot.id=ID,snapshot.name=NAME` means to QEMU,
+    /// where one of the two is enough.
     pub(crate) fn find(&self, wanted: &str) -> Option<&Snapshot> {
         let by_id = self.snapshots.iter().find(|snapshot| snapshot.id == wanted);
-        by_id.or_else(|| self.snapshots.iter().find(|snapshot| snapshot.name == wanted))
+        by_id.or_else(|| self.named(wanted)).or_else(|| self.find_by_options(wanted))
+    }
+
+    fn find_by_options(&self, options: &str) -> Option<&Snapshot> {
+        let value = |key: &str| options.split(',').find_map(|option| option.strip_prefix(key));
+        let (id, name) = (value("snapshot.id="), value("snapshot.name="));
+        let is_meant = |snapshot: &&Snapshot| {
+            id.is_none_or(|id| snapshot.id == id) && name.is_none_or(|name| snapshot.name == name)
+        };
+        (id.is_some() || name.is_some()).then(|| self.snapshots.iter().find(is_meant))?
     }
 }

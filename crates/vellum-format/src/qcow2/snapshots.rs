@@ -23,6 +23,7 @@ use std::time::Duration;
 
 use vellum_core::{Context, Error, ErrorKind, ImageOffset, ImageSpan, Result, SharedStorage};
 
+use super::bitmaps;
 use super::check::check;
 use super::header::Header;
 use super::layout::{COPIED, L1_BYTES_MAX, SNAPSHOTS_MAX, TABLES_BYTES_MAX, put64};
@@ -64,6 +65,21 @@ pub(super) async fn rename(image: &SharedStorage, wanted: Wanted<'_>, name: &str
     rename_inner(image, wanted, name).await.context(context)
 }
 
+/// The header of a closed image, which is recovered and checked.
+pub(super) async fn checked(image: &SharedStorage) -> Result<Header> {
+    let header = recover_or_repair(Header::read(&**image).await?, image, false).await?;
+    let mut first = None;
+    let mut say = |line| first = first.take().or(Some(line));
+    let report = check(&header, image, Repair::Nothing, &mut say).await?;
+    if report.corruptions > 0 || report.check_errors > 0 {
+        return Err(Error::corrupt(format!(
+            "the image is damaged ({}): run `vellum check -r all` first",
+            first.unwrap_or_default()
+        )));
+    }
+    Ok(header)
+}
+
 /// A change that is planned, and the table of snapshots as it will be.
 struct Change<'a> {
     image: &'a SharedStorage,
@@ -74,21 +90,12 @@ struct Change<'a> {
 impl<'a> Change<'a> {
     /// Recovers and checks the image.
     async fn begin(image: &'a SharedStorage) -> Result<Self> {
-        let header = recover_or_repair(Header::read(&**image).await?, image, false).await?;
+        let header = checked(image).await?;
         if header.has_data_file() {
             return Err(Error::unsupported(
                 "its data lies in another file, where a snapshot cannot keep what is overwritten: copy it into one file \
                  with `vellum convert -O qcow2` first",
             ));
-        }
-        let mut first = None;
-        let mut say = |line| first = first.take().or(Some(line));
-        let report = check(&header, image, Repair::Nothing, &mut say).await?;
-        if report.corruptions > 0 || report.check_errors > 0 {
-            return Err(Error::corrupt(format!(
-                "the image is damaged ({}): run `vellum check -r all` first",
-                first.unwrap_or_default()
-            )));
         }
         let snapshots = table_in(&header, image).await?;
         Ok(Self { image, shadow: Shadow::new(header, image).await?, snapshots })
@@ -159,6 +166,18 @@ impl<'a> Change<'a> {
     /// Writes the table of snapshots to a new place.
     async fn put_snapshots(&mut self) -> Result<()> {
         put_table(&mut self.shadow, &mut self.snapshots).await
+    }
+
+    /// Lets go of the bitmaps, which say nothing of a disk that reads differently.
+    async fn drop_bitmaps(&mut self) -> Result<()> {
+        let Some(directory) = self.header().bitmaps() else { return Ok(()) };
+        for table in bitmaps::tables(self.header(), &**self.image).await? {
+            let entries = read_l1(self.image, table).await?;
+            entries.iter().filter_map(|entry| table_of(*entry)).for_each(|bits| self.shadow.unshare(bits, 1));
+            self.shadow.drop_table(table);
+        }
+        self.shadow.drop_table(directory.span);
+        Ok(())
     }
 
     /// Switches to it. Bitmaps say nothing of the disk any more if `is_other`, that is, if it reads differently.
@@ -241,6 +260,7 @@ async fn revert_inner(image: &SharedStorage, wanted: Wanted<'_>) -> Result<()> {
     l1.resize(needed.max(entries), 0);
     change.put_l1(&l1).await?;
     change.shadow.header.set_size(snapshot.disk_size);
+    change.drop_bitmaps().await?;
     change.switch(true).await
 }
 

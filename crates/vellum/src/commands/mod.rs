@@ -1,5 +1,6 @@
 //! One file for each command; `control.rs` is what those share that ask a server.
 
+pub(crate) mod amend;
 pub(crate) mod bench;
 pub(crate) mod change;
 pub(crate) mod check;

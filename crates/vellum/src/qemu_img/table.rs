@@ -123,22 +123,19 @@ static READS: &[&OptionRow] = &[&FORMAT, &IMAGE_OPTS, &SHARE, &OBJECT, &OUTPUT];
 pub(crate) static COMMANDS: &[Command] = &[
     Command {
         name: "amend",
-        ours: "",
+        ours: "amend",
         usage: "[OPTIONS] -o OPTIONS FILE",
-        note: "options of an existing image are not changed in this way: use `vellum rebase -u` for the backing image, \
-               `vellum key` for the keys of an encrypted one, and `vellum convert` for the rest",
+        note: "`vellum key` changes the keys of an encrypted image, `vellum resize` the size, `vellum rebase -u` the name of the \
+               backing image",
         has_sizes: false,
         own: &[
-            with(Some('o'), "options", Refused, "`vellum rebase -u`, `vellum key`, `vellum convert`"),
-            flag(None, "force", Refused, "the command is not there"),
-            flag(Some('p'), "progress", Refused, "the command is not there"),
-            flag(Some('q'), "quiet", Refused, "the command is not there"),
-            with(Some('f'), "format", Refused, "the command is not there"),
-            with(Some('t'), "cache", Refused, "the command is not there"),
-            flag(None, "image-opts", Refused, "the command is not there"),
-            with(None, "object", Refused, "the command is not there"),
+            with(Some('o'), "options", Same("--options"), "compat=1.1, lazy_refcounts, refcount_bits"),
+            flag(None, "force", Refused, "it is for keys: `vellum key`"),
+            flag(Some('p'), "progress", Aside, "nothing is printed"),
+            flag(Some('q'), "quiet", Aside, "nothing is printed"),
+            with(Some('t'), "cache", Aside, "all is durable when the command ends"),
         ],
-        common: &[],
+        common: &[&FORMAT, &NO_IMAGE_OPTS, &NO_OBJECT],
     },
     Command {
         name: "bench",
@@ -241,7 +238,12 @@ pub(crate) static COMMANDS: &[Command] = &[
                 &["options"],
             ),
             also(
-                with(Some('l'), "source-snapshot", Same("--snapshot"), "an ID or a name; not snapshot.id="),
+                with(
+                    Some('l'),
+                    "source-snapshot",
+                    Same("--snapshot"),
+                    "an ID or a name; snapshot.id= of qcow2 images",
+                ),
                 &["snapshot"],
             ),
             flag(Some('c'), "compress", Same("--compress"), ""),
@@ -349,7 +351,7 @@ pub(crate) static COMMANDS: &[Command] = &[
             also(with(Some('O'), "target-format", Same("--target-format"), ""), &["output-format"]),
             with(Some('o'), "options", Same("--options"), ""),
             with(Some('s'), "size", Same("--size"), ""),
-            with(Some('l'), "snapshot", Same("--snapshot"), "an ID or a name; not snapshot.id="),
+            with(Some('l'), "snapshot", Same("--snapshot"), "an ID or a name; snapshot.id= of qcow2 images"),
         ],
         common: READS,
     },

@@ -59,6 +59,7 @@ fn command_lines_are_turned_into_ours() {
         ("snapshot a", "snapshot -- a"),
         ("snapshot -q -c s a", "snapshot --quiet --create=s -- a"),
         ("snapshot -a s a", "snapshot --apply=s -- a"),
+        ("amend -q -p -o compat=v3 a", "amend --options=compat=v3 -- a"),
         ("bench -w -c 10 -t none a", "bench --write --count=10 --direct -- a"),
         ("measure --size 1G -O qcow2", "measure --size=1G --target-format=qcow2 --"),
         ("compare -s -- -a b", "compare --strict -- -a b"),
@@ -77,7 +78,7 @@ fn command_lines_are_turned_into_ours() {
         ("convert --bitmaps a b", "--bitmaps"),
         ("convert -B b -O qcow2 a b", "-B"),
         ("convert -O raw a b c", "several"),
-        ("amend -o compat=v3 a", "amend"),
+        ("amend --force -o compat=v3 a", "--force"),
         ("bitmap --add a b", "bitmap"),
         ("commit -r 1M a", "-r"),
     ] {

@@ -230,6 +230,77 @@ fn both_programs_change_the_snapshots_in_turns() {
     report(&format!("{steps} steps with {} kinds of image, {seen} snapshots, 0 differences", KINDS.len()));
 }
 
+/// An image that is amended is what QEMU makes of it, too.
+#[test]
+fn an_image_is_amended_in_place() {
+    requires!("qemu-img", "qemu-io");
+    let dir = Dir::new("amended");
+    let (image, raw) = (dir.text("disk.qcow2"), dir.text("disk.raw"));
+    let disk = patchy(SIZE, 6);
+    std::fs::write(&raw, &disk).expect("the disk");
+    let convert = ["convert", "-f", "raw", "-O", "qcow2", "-o", "compat=0.10,cluster_size=4k", &raw, &image];
+    succeed("qemu-img", &convert);
+    vellum(&["snapshot", "create", &image, "one"]).answer();
+    let facts = |what: &str| {
+        run("qemu-img", &["info", "--output=json", &image]).json()["format-specific"]["data"][what].clone()
+    };
+    for (options, what, value) in [
+        ("compat=1.1,lazy_refcounts=on", "compat", serde_json::json!("1.1")),
+        ("lazy_refcounts=on", "lazy-refcounts", serde_json::json!(true)),
+        ("refcount_bits=64", "refcount-bits", serde_json::json!(64)),
+        ("refcount_bits=2", "refcount-bits", serde_json::json!(2)),
+        ("lazy_refcounts=off,refcount_bits=16", "lazy-refcounts", serde_json::json!(false)),
+    ] {
+        vellum(&["amend", "-o", options, &image]).answer();
+        assert_eq!(facts(what), value, "{options}");
+        succeed("qemu-img", &["check", &image]);
+        assert!(qemu_dump(Path::new(&image), "qcow2", None) == disk, "{options}");
+        assert!(qemu_dump(Path::new(&image), "qcow2", Some("one")) == disk, "{options}: the snapshot");
+    }
+    for (options, word) in [
+        ("compat=0.10", "vellum convert"),
+        ("refcount_bits=1", "count to 1"),
+        ("size=2M", "vellum resize"),
+        ("backing_file=x", "vellum rebase"),
+        ("encrypt.state=active", "vellum key"),
+        ("cluster_size=64k", "vellum convert"),
+    ] {
+        let ran = vellum(&["amend", "-o", options, &image]);
+        assert!(ran.code == 1 && ran.err.contains(word), "{options}: {ran:?}");
+    }
+    succeed("qemu-img", &["check", &image]);
+}
+
+/// Bitmaps that QEMU made stay valid while the disk reads the same, and are gone when it does not.
+#[test]
+fn bitmaps_are_kept_until_the_disk_is_another_one() {
+    requires!("qemu-img", "qemu-io");
+    let dir = Dir::new("bitmaps");
+    let image = dir.text("disk.qcow2");
+    succeed("qemu-img", &["create", "-q", "-f", "qcow2", "-o", "cluster_size=4k", &image, "8M"]);
+    let io = |command: &str| qemu_io(&["-f", "qcow2", &image], &[command.to_owned()]);
+    io("write -P 1 0 1M");
+    succeed("qemu-img", &["bitmap", "--add", "-g", "512", &image, "changes"]);
+    io("write -P 2 1M 1M");
+    let bitmaps = || {
+        let info = run("qemu-img", &["info", "--output=json", &image]).json();
+        info["format-specific"]["data"]["bitmaps"].as_array().map_or(0, Vec::len)
+    };
+    for step in [["create", "one"], ["create", "two"], ["delete", "one"]] {
+        vellum(&["snapshot", step[0], &image, step[1]]).answer();
+        assert_eq!(bitmaps(), 1, "{step:?}");
+        succeed("qemu-img", &["check", &image]);
+    }
+    io("write -P 3 2M 1M");
+    vellum(&["snapshot", "revert", &image, "two"]).answer();
+    assert_eq!(bitmaps(), 0);
+    succeed("qemu-img", &["check", &image]);
+    assert_eq!(vellum(&["check", &image]).code, 0);
+    io("read -P 0 2M 1M");
+    io("write -P 4 0 8M");
+    succeed("qemu-img", &["check", &image]);
+}
+
 /// The machine's state lies behind the disk. QEMU writes it, and finds it after all that Vellum does.
 #[test]
 fn the_state_of_a_machine_is_kept() {
@@ -322,6 +393,13 @@ fn the_snapshots_of_a_served_disk_change_while_clients_are_connected() {
     client.disconnect();
     assert_eq!(server.stop().code, 0);
     succeed("qemu-img", &["check", &image]);
+    // As qemu-img takes it.
+    let (raw, three) = (dir.text("three.raw"), "snapshot.id=3,snapshot.name=three");
+    vellum(&["convert", "-q", "-l", three, "-O", "raw", &image, &raw]).answer();
+    let other =
+        vellum(&["convert", "-q", "-l", "snapshot.id=2,snapshot.name=three", "-O", "raw", &image, &raw]);
+    assert!(other.code == 1 && other.err.contains("there is no snapshot"), "{other:?}");
     let third = qemu_dump(Path::new(&image), "qcow2", Some("three"));
+    assert!(std::fs::read(&raw).expect("a copy") == third);
     assert!(third[..1 << 20].iter().all(|byte| *byte == 3) && third[1 << 20..].iter().all(|byte| *byte == 0));
 }

@@ -1,0 +1,66 @@
+//! Changes of an image that is not open: of its snapshots, and of what it is.
+
+use std::time::Duration;
+
+use vellum_core::{LocalFuture, Result, SharedStorage};
+
+/// What an existing image is to be. `None` leaves it as it is.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Amend {
+    /// The version of the format.
+    pub version: Option<u32>,
+    /// Whether other programs may postpone refcount updates.
+    pub lazy_refcounts: Option<bool>,
+    /// The width of refcounts.
+    pub refcount_bits: Option<u32>,
+}
+
+/// How a snapshot is named.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wanted<'a> {
+    /// By its id, or by its name if no snapshot has this id.
+    IdOrName(&'a str),
+    /// By its name.
+    Name(&'a str),
+}
+
+impl<'a> Wanted<'a> {
+    /// The id or name.
+    pub fn text(self) -> &'a str {
+        match self {
+            Self::IdOrName(text) | Self::Name(text) => text,
+        }
+    }
+}
+
+/// Changes of the snapshots of an image that is not open. A crash leaves the image as it was or as it was to be.
+pub trait ClosedSnapshots: Sync {
+    /// Makes a snapshot. Returns its id. `may_repeat` allows a name that another snapshot has.
+    ///
+    /// # Errors
+    /// `Invalid` for an impossible name, `Corrupt` when the image is damaged, and the errors of the image.
+    fn create<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        name: &'a str,
+        now: Duration,
+        may_repeat: bool,
+    ) -> LocalFuture<'a, Result<String>>;
+
+    /// Deletes a snapshot.
+    ///
+    /// # Errors
+    /// `NotFound` when there is none, and as [`create`](ClosedSnapshots::create).
+    fn delete<'a>(&'a self, image: &'a SharedStorage, wanted: Wanted<'a>) -> LocalFuture<'a, Result<()>>;
+
+    /// Gives a snapshot another name.
+    ///
+    /// # Errors
+    /// As [`delete`](ClosedSnapshots::delete).
+    fn rename<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        wanted: Wanted<'a>,
+        name: &'a str,
+    ) -> LocalFuture<'a, Result<()>>;
+}

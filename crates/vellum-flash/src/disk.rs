@@ -162,6 +162,10 @@ impl Home {
                     ended => ended,
                 };
             }
+            if self.cache.failure().is_some() && !self.may_be_behind() {
+                // Before home was first changed past the cache, the image ceased to name a session.
+                return Ok(());
+            }
             if is_kept {
                 self.cache.commit().await?;
                 return self.keep_session().await;

@@ -52,7 +52,7 @@ struct Going {
 impl Home {
     /// Writes home what was dirty when it was called.
     pub(crate) async fn drain(&self) -> Result<()> {
-        if self.policy() == FlashPolicy::WriteThrough {
+        if !self.may_be_behind() {
             return Ok(()); // Home has it all, also when flash has failed.
         }
         for _ in 0..SWEEPS_MAX {
@@ -66,6 +66,15 @@ impl Home {
             }
         }
         Ok(())
+    }
+
+    /// Whether home may lack something that flash has.
+    pub(crate) fn may_be_behind(&self) -> bool {
+        match self.policy() {
+            FlashPolicy::WriteBack => true,
+            FlashPolicy::WriteThrough => false,
+            FlashPolicy::ReadOnly | FlashPolicy::Off => self.cache.state().is_dirty(self.row),
+        }
     }
 
     /// Writes some blocks home, going on where it stopped. Returns how many.

@@ -7,7 +7,7 @@ use super::support::dir::Dir;
 use super::support::loops::Failing;
 use super::support::program::vellum;
 use super::support::server::Server;
-use super::support::{PATIENCE, noise};
+use super::support::{PATIENCE, noise, until};
 use super::{KINDS, alone, cache_stats, is_refused, made_cache, same};
 
 /// A failed flush of flash ends changes, and no reads. The disk stays open: closed, it could not be opened again.
@@ -170,5 +170,40 @@ fn a_disk_that_is_written_through_survives_its_cache_in_every_step() {
             served.stop();
             same(&alone(&dir, &image)[..8 << 20], &model, &format!("{what}: alone"));
         }
+    }
+}
+
+/// A disk of which only what is read is cached refuses writes when the drive of the cache has failed, until it leaves the cache.
+#[test]
+fn a_disk_that_is_only_read_through_the_cache_can_leave_it_when_it_has_failed() {
+    for kind in [KINDS[0], KINDS[4]] {
+        let Some(device) = Failing::new() else { return };
+        let (dir, place) = (Dir::new("flash-failing-readonly"), Dir::short());
+        let (image, _) = kind.make(&dir, 8 << 20);
+        vellum(&["flash", "create", "-q", "--force", &device.path]).answer();
+        let control = place.text("control");
+        let policy = ["--flash-policy", "readonly", "--control", &control];
+        let served = Server::start(&[&[&image, "--flash", &device.path], &policy[..]].concat());
+        let mut client = Client::connect(&served.peer(), "").expect("it is served");
+        let mut model = noise(8 << 20, 1);
+        client.write(0, &model, 0).expect("written");
+        client.flush().expect("durable");
+        device.fail();
+        // What is read gets its places, with records that need a flush.
+        until("the cache has failed", || {
+            same(&client.read(0, 8 << 20).expect("reads go on"), &model, "read");
+            cache_stats(&control)["state"] == "failed"
+        });
+        client.write(0, &noise(65536, 2), 0).expect_err("it refuses writes");
+        vellum(&["flash", "policy", "--control", &control, "off"]).answer();
+        client.write(1 << 20, &noise(65536, 3), 0).expect("it goes on");
+        client.flush().expect("durable");
+        model[1 << 20..(1 << 20) + 65536].copy_from_slice(&noise(65536, 3));
+        same(&client.read(0, 8 << 20).expect("read"), &model, &format!("{kind:?}"));
+        client.disconnect();
+        device.succeed();
+        served.signal(Signal::TERM);
+        served.wait(PATIENCE);
+        same(&alone(&dir, &image), &model, &format!("{kind:?}, alone"));
     }
 }

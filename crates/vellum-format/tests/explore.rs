@@ -225,7 +225,7 @@ mod compressed {
 
     #[test]
     fn ordered() {
-        let counts = explore(&QcowSubject::compressed(), 1);
+        let counts = explore(&QcowSubject::compressed(), 16);
         assert!(counts.states > 1000, "{counts:?}");
     }
 
@@ -236,7 +236,7 @@ mod compressed {
 
     #[test]
     fn journal() {
-        let counts = explore(&QcowSubject::compressed_journal(), 1);
+        let counts = explore(&QcowSubject::compressed_journal(), 16);
         assert!(counts.states > 1000, "{counts:?}");
         explore_plans(&QcowSubject::compressed_journal(), failing_flushes());
     }

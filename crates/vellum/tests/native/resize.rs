@@ -84,11 +84,11 @@ fn a_disk_that_had_snapshots_can_be_shrunk() {
         let source = dir.text("source.raw");
         vellum(&["convert", "-q", "-f", "raw", "-O", "vellum", "-o", &options, &source, &image]).answer();
         for name in ["one", "two"] {
-            vellum(&["snapshot", "create", "-q", &image, name]).answer();
+            vellum(&["snapshot", "create", &image, name]).answer();
         }
         refused(&["delete them first"], &["resize", "--shrink", &image, "1M"]);
         for name in ["one", "two"] {
-            vellum(&["snapshot", "delete", "-q", &image, name]).answer();
+            vellum(&["snapshot", "delete", &image, name]).answer();
         }
         vellum(&["resize", "-q", "--shrink", &image, "1M"]).answer();
         check_says(&image, 0);
@@ -98,7 +98,7 @@ fn a_disk_that_had_snapshots_can_be_shrunk() {
         cut.resize(5 * MIB, 0);
         std::fs::write(dir.join("cut.raw"), &cut).expect("a model");
         same(&image, &dir.text("cut.raw"));
-        vellum(&["snapshot", "create", "-q", &image, "three"]).answer();
+        vellum(&["snapshot", "create", &image, "three"]).answer();
         check_says(&image, 0);
         std::fs::remove_file(&image).expect("removed");
     }

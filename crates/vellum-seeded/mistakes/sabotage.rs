@@ -194,14 +194,8 @@ pub enum Bug {
     MarkKept,
     /// A unit is copied while writes that came before its mark are still in flight to it.
     CopiedBesideWriters,
-    /// A slot of a fast medium is used again before it is durable that its copy does not count.
-    SlotFreedBeforeClear,
-    /// A unit is promoted while it is not durable that its last copy does not count.
-    PromotedOverClear,
     /// An image that is changed without its fast medium takes the session along.
     FastSessionKept,
-    /// Bits that were void count again in a new session.
-    VoidBitsKept,
     /// A fast medium that has lost what it had flushed is believed.
     ForgottenMediumCounts,
     /// A fast medium is believed once other disks have promoted as much as it had lost.

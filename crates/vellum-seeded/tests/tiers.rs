@@ -50,13 +50,6 @@ fn by_the_explorer_with_several_guests() {
 }
 
 #[test]
-fn by_the_explorer_where_much_is_taken_back() {
-    for bug in [Bug::PromotedOverClear, Bug::SlotFreedBeforeClear] {
-        found_by(&Setup::table().demoting(), bug);
-    }
-}
-
-#[test]
 #[allow(clippy::print_stderr, reason = "how each is found is worth knowing")]
 fn by_trials() {
     for (bug, trial) in [
@@ -72,7 +65,6 @@ fn by_trials() {
         (Bug::LaterCopyCounts, trials::a_copy_of_an_image_in_use_does_not_read_what_was_promoted_later),
         (Bug::EntryOfAnyDisk, trials::another_disk_does_not_read_what_its_row_had_before),
         (Bug::FastSessionKept, trials::what_was_void_stays_void),
-        (Bug::VoidBitsKept, trials::what_was_void_stays_void),
     ] {
         let Err(found) = with(bug, trial) else { panic!("{bug:?} is not found") };
         eprintln!("{bug:?}: {found}");

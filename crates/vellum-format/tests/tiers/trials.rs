@@ -261,33 +261,38 @@ pub(crate) fn an_earlier_promotion_does_not_come_back() -> Trial {
     let both = Both::new();
     both.world.run(async {
         let disk = both.open(1).await?;
-        put(&disk, 0, 1).await?;
-        promote(&disk, 0).await?;
-        put(&disk, 0, 2).await?;
-        // The slot of the first promotion stays free.
-        for unit in 1..4 {
-            put(&disk, unit, 9).await?;
+        for unit in [1, 2, 3, 0] {
+            put(&disk, unit, 1).await?;
             promote(&disk, unit).await?;
         }
+        // The next promotion takes the first slot that is free, which is not the one that the unit had.
+        put(&disk, 0, 2).await?;
+        ensure(disk.demote(&[unit_span(1)]).await.map_err(chain)? == 1, "it was there")?;
         promote(&disk, 0).await?;
         disk.close().await.map_err(chain)?;
         drop(disk);
         let copy = both.copy_of(&both.image);
-        let disk = both.open(2).await?;
+        // In one process: the disk gives its slots back, and the other one takes three of them.
+        let medium = both.medium(2).await.map_err(chain)?;
+        let open = |image: SharedStorage| {
+            let fast = Some(medium.clone());
+            let options = OpenOptions { journal_key: Some(1), fast, ..OpenOptions::default() };
+            Native::open(image, both.setup.below(), options)
+        };
+        let disk = open(both.image.clone()).await.map_err(chain)?;
         for unit in 0..4 {
             put(&disk, unit, 3).await?;
         }
-        disk.close().await.map_err(chain)?;
-        let medium = both.medium(3).await.map_err(chain)?;
-        let other = both.another(&medium).await?;
-        drop(medium);
-        let other = both.open_on(other, Some(both.fast.clone()), 4).await?;
-        for unit in 0..UNITS {
+        disk.demote(&[]).await.map_err(chain)?;
+        let other = open(both.another(&medium).await?).await.map_err(chain)?;
+        for unit in 0..3 {
             put(&other, unit, 0xaa).await?;
             promote(&other, unit).await?;
         }
+        disk.close().await.map_err(chain)?;
+        drop(disk);
         other.close().await.map_err(chain)?;
-        drop(other);
+        drop((other, medium));
         let disk = both.open_on(copy, Some(both.fast.clone()), 5).await?;
         reads(&disk, 0, 2, "in the copy").await
     })
@@ -392,10 +397,7 @@ pub(crate) fn a_slot_that_is_written_again_has_no_entry_meanwhile() -> Trial {
         let disk = both.open(1).await?;
         put(&disk, 0, 1).await?;
         promote(&disk, 0).await?;
-        disk.close().await.map_err(chain)?;
-        drop(disk);
         let copy = both.copy_of(&both.image);
-        let disk = both.open(2).await?;
         put(&disk, 0, 2).await?;
         for unit in 1..UNITS {
             put(&disk, unit, 9).await?;

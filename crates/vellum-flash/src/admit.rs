@@ -151,6 +151,7 @@ impl Home {
             let mut state = self.cache.state();
             for (key, slot, sectors, checks) in new {
                 let may = written.is_ok()
+                    && self.is_open()
                     && !touched.contains(key.block())
                     && state.find(key) == Found::Home
                     && !state.is_undecided(self.row)

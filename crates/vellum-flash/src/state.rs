@@ -373,6 +373,8 @@ impl State {
         checks: Option<Checks>,
         share: Share,
     ) {
+        // A cache that is found with a block of no row is refused as a whole.
+        assert!(self.ledger.rows.contains_key(&key.row()), "{key:?} has no row");
         self.note_record(key.row(), share);
         if !self.ledger.zeros.is_empty() && self.ledger.zeros.get(key).is_some() {
             assert!(self.ledger.zeros.remove(key, 1), "a split was promised");

@@ -9,8 +9,9 @@
 //! 1. What is done for all waits for flash alone.
 //! 2. A disk is tended once at a time, and waits for no other. A server gives each step a task of its own
 //!    ([`FlashCache::tend_with`]), so that a home which does not answer holds up nothing else.
-//! 3. What others need room of goes home before anything else.
-//! 4. What was read of a disk that does not answer makes way when the memory for it is short.
+//! 3. A step ends before its disk is closed, and none begins after that.
+//! 4. What others need room of goes home before anything else.
+//! 5. What was read of a disk that does not answer makes way when the memory for it is short.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -71,7 +72,15 @@ impl Home {
 
 impl Tended {
     /// True when there is more to do at once.
-    async fn step(mut self, round: Round) -> bool {
+    async fn step(self, round: Round) -> bool {
+        // Given back when the image is let go, too: whoever closes the disk may open it again at once.
+        let alone = self.home.tending.lock_arc().await;
+        let has_more = self.home.is_open() && self.step_alone(round).await;
+        drop(alone);
+        has_more
+    }
+
+    async fn step_alone(mut self, round: Round) -> bool {
         let home = self.home.clone();
         let wanted = lock(&home.cache.wanted).remove(&home.row);
         if let Some(block) = wanted {
@@ -125,10 +134,10 @@ impl FlashCache {
             spawn(Box::pin(trim.run()));
         }
         for (tended, round) in self.steps(now).await {
-            let home = tended.home.clone();
+            let cache = tended.home.cache.clone();
             spawn(Box::pin(async move {
                 if tended.step(round).await {
-                    home.cache.has_more.store(true, Ordering::Relaxed);
+                    cache.has_more.store(true, Ordering::Relaxed);
                 }
             }));
         }

@@ -127,3 +127,78 @@ fn what_is_left_is_found_by_its_name_alone() {
         assert_eq!((last.blocks(), last.cache.rows().len()), (0, 1));
     });
 }
+
+/// Flash whose writes of blocks of ones wait as long as the gate is shut.
+struct Gated {
+    inner: SharedStorage,
+    is_shut: Arc<AtomicBool>,
+}
+
+impl ForwardStorage for Gated {
+    fn inner(&self) -> &dyn Storage {
+        &*self.inner
+    }
+
+    fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let is_late = data.to_vec().iter().all(|byte| *byte == 0x11);
+            while is_late && self.is_shut.load(Ordering::Relaxed) {
+                futures_lite::future::yield_now().await;
+            }
+            self.inner.write(at, data).await
+        })
+    }
+}
+
+/// What was read of a disk that is closed meanwhile is not kept for the disk that gets its row.
+#[test]
+fn what_is_admitted_late_is_not_another_disks() {
+    block_on(async {
+        let memory: SharedStorage = MemoryStorage::new("flash");
+        let is_shut = Arc::new(AtomicBool::new(false));
+        let gated = Gated { inner: memory.clone(), is_shut: is_shut.clone() };
+        let flash: SharedStorage = Forwarding::new(gated);
+        let cache = common::cache_on(&flash, 256, 1).await.unwrap();
+        let homes = [0x11, 0x33].map(|byte| vellum_core::MemoryDisk::holding(&vec![byte; 256 << 10]));
+        let options = |home: &Arc<vellum_core::MemoryDisk>| vellum_flash::DiskOptions {
+            disk: [0; 16],
+            home: home.clone(),
+            sessions: None,
+            policy: FlashPolicy::ReadOnly,
+            trusts_home: false,
+        };
+        let read = async |disk: &vellum_flash::FlashDisk| {
+            let buffer = Buffer::for_overwrite(256 << 10);
+            disk.read(vellum_core::GuestOffset::ZERO, buffer).await.unwrap().to_vec()
+        };
+        let first = cache.open_file(options(&homes[0]), None).await.unwrap();
+        assert!(read(&first).await == vec![0x11; 256 << 10]);
+        is_shut.store(true, Ordering::Relaxed);
+        let exchanged = async {
+            // The admission has its slots, and writes them.
+            for _ in 0..20 {
+                futures_lite::future::yield_now().await;
+            }
+            first.close().await.unwrap();
+            first.leave_as(async || None).await.unwrap();
+            cache.open_file(options(&homes[1]), None).await.unwrap()
+        };
+        let opened = async {
+            for _ in 0..1000 {
+                futures_lite::future::yield_now().await;
+            }
+            is_shut.store(false, Ordering::Relaxed);
+        };
+        let tended = async { while cache.tend(Duration::ZERO).await {} };
+        let ((second, ()), ()) =
+            futures_lite::future::zip(futures_lite::future::zip(exchanged, opened), tended).await;
+        for _ in 0..3 {
+            assert!(read(&second).await == vec![0x33; 256 << 10], "another disk's bytes are read");
+            while cache.tend(Duration::ZERO).await {}
+        }
+        second.close().await.unwrap();
+        second.leave_as(async || None).await.unwrap();
+        cache.close().await.unwrap();
+        common::cache_on(&memory, 256, 2).await.expect("nothing in it is of no disk");
+    });
+}

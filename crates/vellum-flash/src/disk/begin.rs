@@ -111,6 +111,7 @@ impl FlashCache {
             unrecorded_at: AtomicU32::new(0),
             beginning: async_lock::Mutex::new(()),
             writing_back: async_lock::Mutex::new(()),
+            tending: Arc::default(),
             wants_flush: AtomicBool::new(false),
             is_closed: AtomicBool::new(false),
             keeps_at_close: AtomicBool::new(false),

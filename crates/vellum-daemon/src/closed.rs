@@ -15,6 +15,7 @@ use crate::clones_of::{refuse_while_cloned, with_clones};
 use crate::host::canonical_path;
 use crate::image::{ImageOptions, open_file, open_file_replayed};
 use crate::inspect::len_below;
+use crate::pins::FILES_SNAPSHOT;
 
 /// What a check came to.
 pub struct Checked {
@@ -180,6 +181,7 @@ pub async fn snapshot_create(
     may_repeat: bool,
 ) -> Result<String> {
     let now = since_1970();
+    refuse_own_name(name)?;
     let (storage, format) = keeper(path, format, "created").await?;
     if let Some(closed) = format.closed_snapshots() {
         return closed.create(&storage, name, now, may_repeat).await;
@@ -189,6 +191,16 @@ pub async fn snapshot_create(
     let closed = disk.close().await;
     let id = made?;
     closed.map(|()| id.to_string())
+}
+
+/// A snapshot of this name would be deleted by the next change of pins.
+pub(crate) fn refuse_own_name(name: &str) -> Result<()> {
+    match name == FILES_SNAPSHOT {
+        true => Err(Error::invalid(format!(
+            "{name} is the name of a snapshot that `vellum tier pin` makes: use another"
+        ))),
+        false => Ok(()),
+    }
 }
 
 /// The time, for a snapshot.

@@ -19,9 +19,12 @@
 //!
 //! Left out: a schedule. `vellum tier pin` without a path applies the pins again, from a timer of the host.
 
+use std::io::Read as _;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 use vellum_core::{BlockSize, Context, Disk, Error, ErrorKind, GuestOffset, GuestSpan, Result};
 use vellum_format::fast::{Promotion, Reason};
@@ -32,6 +35,8 @@ use vellum_layer::Chain;
 use crate::image::{ImageOptions, open_image};
 use crate::tier::{PromotedUnits, open_medium, tier_of};
 
+/// The snapshot of a served disk that the guest's file system is read from.
+pub(crate) const FILES_SNAPSHOT: &str = "vellum-tier-files";
 /// The longest pins file, in bytes.
 const FILE_MAX: u64 = 1 << 20;
 /// The longest heat file, in bytes.
@@ -133,6 +138,23 @@ fn replace(file: &Path, bytes: &[u8]) -> std::io::Result<()> {
     std::fs::rename(&new, file)
 }
 
+/// A plain file of at most this many bytes. Whatever lies there under its name, it neither blocks nor takes more memory.
+fn read_at_most(file: &Path, most: u64) -> std::io::Result<Vec<u8>> {
+    let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    let flags = i32::try_from(flags.bits()).expect("flags of the kernel");
+    let opened = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(file)?;
+    let invalid = |why: String| std::io::Error::new(std::io::ErrorKind::InvalidData, why);
+    if !opened.metadata()?.is_file() {
+        return Err(invalid("it is no plain file".to_owned()));
+    }
+    let mut bytes = Vec::new();
+    opened.take(most + 1).read_to_end(&mut bytes)?;
+    match bytes.len() as u64 > most {
+        true => Err(invalid(format!("it has more than {most} bytes"))),
+        false => Ok(bytes),
+    }
+}
+
 /// What was kept of the heat of a disk.
 ///
 /// # Errors
@@ -141,12 +163,8 @@ pub(crate) async fn heat_of(image: &Path) -> Result<Option<Vec<u8>>> {
     let image = image.to_owned();
     unblock_at(&image.clone(), move || {
         let Some(file) = beside(&image, ".heat")? else { return Ok(None) };
-        match std::fs::metadata(&file) {
-            Ok(facts) if facts.len() <= HEAT_MAX => {
-                std::fs::read(&file).map(Some).context(|| format!("can't read {}", file.display()))
-            }
-            _ => Ok(None),
-        }
+        // It is a hint: what is no such file counts as none.
+        Ok(read_at_most(&file, HEAT_MAX).ok())
     })
     .await
 }
@@ -173,15 +191,10 @@ pub async fn pins_of(image: &Path) -> Result<Vec<Pin>> {
     unblock_at(&image.clone(), move || {
         let Ok(file) = pins_file(&image) else { return Ok(Vec::new()) };
         let context = || format!("can't read {}", file.display());
-        match std::fs::metadata(&file) {
+        let bytes = match read_at_most(&file, FILE_MAX) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-            Err(error) => return Err(error).context(context),
-            Ok(facts) if facts.len() > FILE_MAX => {
-                return Err(Error::invalid(format!("{} has more than {FILE_MAX} bytes", file.display())));
-            }
-            Ok(_) => {}
-        }
-        let bytes = std::fs::read(&file).context(context)?;
+            read => read.context(context)?,
+        };
         let remedy = "mend it, or remove it and pin again";
         let found: PinsFile = serde_json::from_slice(&bytes).map_err(|error| {
             Error::invalid(format!("{} is no file with pins ({error}): {remedy}", file.display()))

@@ -270,6 +270,7 @@ impl Served {
             served.end(&Exports::new()).await?;
             return Err(error);
         }
+        served.end_files_snapshot().await;
         Ok(served)
     }
 

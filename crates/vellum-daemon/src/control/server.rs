@@ -18,6 +18,7 @@ use vellum_layer::valve::RateLimits;
 use super::lines::Lines;
 use super::places::Places;
 use super::{Answer, COMMANDS, ClientRow, MigrateStep, PROTOCOL_VERSION, REQUEST_BYTES_MAX, Request};
+use crate::closed::refuse_own_name;
 use crate::contained::{contained, in_rounds};
 use crate::door::{Accepting, Door};
 use crate::flash::policy_of;
@@ -204,6 +205,7 @@ impl Control {
     async fn carry_out(&self, request: &Request) -> Result<Value> {
         Ok(match request {
             Request::SnapshotCreate { disk, name } => {
+                refuse_own_name(name)?;
                 let id = self.disks.find(disk.as_deref())?.snapshot_create(name).await?;
                 json!({ "id": id })
             }

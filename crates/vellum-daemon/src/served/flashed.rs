@@ -55,7 +55,7 @@ impl Served {
     /// # Errors
     /// As above, and those of the image and of the medium.
     pub(crate) async fn promote(&self, ranges: &tier::Ranges) -> Result<tier::PromotedUnits> {
-        let chain = self.chain.read().await;
+        let chain = self.chain_to_change().await?;
         tier::promote_in(chain.as_ref().ok_or_else(|| self.is_closed())?, ranges).await
     }
 
@@ -64,7 +64,7 @@ impl Served {
     /// # Errors
     /// As above.
     pub(crate) async fn demote(&self, ranges: &tier::Ranges) -> Result<u64> {
-        let chain = self.chain.read().await;
+        let chain = self.chain_to_change().await?;
         tier::demote_in(chain.as_ref().ok_or_else(|| self.is_closed())?, ranges).await
     }
 

@@ -5,18 +5,22 @@
 //! ```
 //!
 //! 1. One change of pins at a time.
-//! 2. The snapshot has a name of its own. One that a crash has left is deleted by the next change.
+//! 2. While the disk is paused its image does not change: what would change it is refused. A pause waits for none of it,
+//!    and is refused as beside a snapshot that is being made.
+//! 3. The snapshot has a name of its own. One that a crash has left is deleted by the next change, and when the disk is served
+//!    again.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 
+use async_lock::RwLockReadGuard;
 use vellum_core::{Disk, Error, ErrorKind, Result};
+use vellum_layer::{Chain, valve};
 
 use super::{Served, kept};
-use crate::pins::{ChosenFiles, FileTimes, PinChange, Pinning, apply_times, find_by_times, pins_of};
+use crate::pins::{
+    ChosenFiles, FILES_SNAPSHOT, FileTimes, PinChange, Pinning, apply_times, find_by_times, pins_of,
+};
 use crate::tier::facts_json;
-
-/// The snapshot that the guest's file system is read from.
-const SNAPSHOT: &str = "vellum-tier-files";
 
 /// What is being done with the fast medium of a disk.
 #[derive(Default)]
@@ -36,9 +40,10 @@ impl Served {
     /// As for a closed image; what keeps a snapshot from being made.
     pub(crate) async fn pin(&self, change: &PinChange) -> Result<ChosenFiles> {
         let _one = self.tiering.pinning.lock().await;
+        drop(self.chain_to_change().await?);
         let pinning = Pinning::begin(&self.canonical, change).await?;
         let found = self.read_files(async |disk| pinning.find(disk).await).await?;
-        let chain = self.chain.read().await;
+        let chain = self.chain_to_change().await?;
         pinning.apply(&self.canonical, chain.as_ref().ok_or_else(|| self.is_closed())?, found).await
     }
 
@@ -48,9 +53,21 @@ impl Served {
     /// As above.
     pub(crate) async fn promote_by_times(&self, times: FileTimes) -> Result<ChosenFiles> {
         let _one = self.tiering.pinning.lock().await;
+        drop(self.chain_to_change().await?);
         let found = self.read_files(async |disk| find_by_times(disk, times).await).await?;
-        let chain = self.chain.read().await;
+        let chain = self.chain_to_change().await?;
         apply_times(&self.canonical, chain.as_ref().ok_or_else(|| self.is_closed())?, found).await
+    }
+
+    /// The chain, for a change of the image that no guest has asked for.
+    pub(super) async fn chain_to_change(&self) -> Result<RwLockReadGuard<'_, Option<Chain>>> {
+        let chain = self.chain.read().await;
+        match self.valve.state() {
+            valve::State::Running => Ok(chain),
+            valve::State::Pausing | valve::State::Paused(_) => {
+                Err(self.in_use("it is paused, and its image does not change until `vellum resume`"))
+            }
+        }
     }
 
     /// What its fast medium has, and its pins.
@@ -93,11 +110,11 @@ impl Served {
             ));
         }
         self.delete_files_snapshot().await?;
-        self.snapshot_create(SNAPSHOT).await?;
+        self.snapshot_create(FILES_SNAPSHOT).await?;
         let read = async {
             let top = self.top().await?;
             let snapshots = kept(top.member(), "read")?;
-            let id = snapshots.named(SNAPSHOT)?;
+            let id = snapshots.named(FILES_SNAPSHOT)?;
             let id = id.ok_or_else(|| Error::new(ErrorKind::NotFound, "the snapshot is gone"))?;
             let disk = snapshots.clone().open(id)?;
             act(&*disk).await
@@ -108,8 +125,24 @@ impl Served {
         read.and_then(|read| deleted.map(|()| read)).map_err(|error| error.context(path))
     }
 
+    /// What a program that was killed has left of a change of pins.
+    pub(super) async fn end_files_snapshot(&self) {
+        let has_tier =
+            self.chain.try_read().is_some_and(|chain| chain.as_ref().is_some_and(|it| it.tier().is_some()));
+        if has_tier
+            && self.disk_is_written()
+            && let Err(error) = self.delete_files_snapshot().await
+        {
+            tracing::warn!(
+                "{}: snapshot {FILES_SNAPSHOT}, which a change of pins has left, is still there: {}",
+                self.path.display(),
+                error.chain()
+            );
+        }
+    }
+
     async fn delete_files_snapshot(&self) -> Result<()> {
-        match self.snapshot_delete(SNAPSHOT).await {
+        match self.snapshot_delete(FILES_SNAPSHOT).await {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
             deleted => deleted,
         }

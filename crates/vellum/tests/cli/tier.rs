@@ -147,6 +147,46 @@ fn a_server_starts_without_its_fast_medium() {
     served.stop();
 }
 
+/// The image of a paused disk does not change, so that it can be copied.
+#[test]
+fn a_paused_disk_is_left_alone() {
+    let dir = Dir::new("tier-paused");
+    let (image, fast, _) = attached(&dir);
+    let place = Dir::short();
+    let control = place.text("control");
+    let server = Server::start(&[&image, "--fast", &fast, "--control", &control]);
+    vellum(&["tier", "promote", "--control", &control, "--range", "0+1M"]).answer();
+    vellum(&["pause", "--control", &control]).answer();
+    let before = std::fs::read(&image).expect("an image");
+    for what in [
+        &["promote", "--all"][..],
+        &["demote", "--all"],
+        &["pin", "--path", "/etc"],
+        &["promote", "--old-mtime", "1", "--recent-atime", "1"],
+    ] {
+        let (command, rest) = what.split_first().expect("a command");
+        refused(1, &["paused", "resume"], &[&["tier", command, "--control", &control], rest].concat());
+    }
+    assert!(std::fs::read(&image).expect("an image") == before, "nothing was written");
+    vellum(&["resume", "--control", &control]).answer();
+    vellum(&["tier", "promote", "--control", &control, "--all"]).answer();
+    server.stop();
+}
+
+/// What lies where pins are kept neither blocks nor is it followed.
+#[test]
+fn a_file_of_pins_that_is_none_is_refused() {
+    let dir = Dir::new("tier-pins");
+    let (image, fast, _) = attached(&dir);
+    let pins = format!("{image}.pins");
+    assert!(std::process::Command::new("mkfifo").arg(&pins).status().expect("mkfifo").success());
+    refused(1, &["disk.vlm.pins", "no plain file"], &["tier", "status", "--fast", &fast, &image]);
+    std::fs::remove_file(&pins).expect("removed");
+    std::os::unix::fs::symlink("/dev/zero", &pins).expect("a link");
+    refused(1, &["disk.vlm.pins"], &["tier", "status", "--fast", &fast, &image]);
+    refused(1, &["vellum-tier-files", "use another"], &["snapshot", "create", &image, "vellum-tier-files"]);
+}
+
 /// What is cut off while the medium is in use is read from the image.
 #[test]
 fn a_medium_that_is_cut_is_not_read_as_zeros() {

@@ -50,6 +50,7 @@ async fn grow_inner(shared: &SharedStorage, size: u64) -> Result<u64> {
     if !size.is_multiple_of(512) {
         return Err(Error::invalid(format!("a disk of {size} bytes: the size must be a multiple of 512")));
     }
+    refuse_named_behind(image, &header).await?;
     let span = header.l1_span();
     let room = header.cluster_size().round_up(span.len()).min(L1_BYTES_MAX) / 8;
     let needed = size.div_ceil(header.l2_reach());
@@ -71,6 +72,24 @@ async fn grow_inner(shared: &SharedStorage, size: u64) -> Result<u64> {
     image.write(vellum_core::ImageOffset::ZERO, header.first_sector()).await?;
     image.flush().await?; // commit point
     Ok(before)
+}
+
+/// A larger disk would show what the L1 table names behind the end of this one: a machine's state, where another program has
+/// reverted to a snapshot with one.
+async fn refuse_named_behind(image: &dyn Storage, header: &Header) -> Result<()> {
+    let used = header.size().div_ceil(header.l2_reach()) * 8;
+    let (_, behind) = header.l1_span().split_at(used);
+    if behind.is_empty() {
+        return Ok(());
+    }
+    let len = usize::try_from(behind.len()).expect("at most 32 MiB");
+    match image.read(behind.start(), Buffer::for_overwrite(len)).await?.is_zero() {
+        true => Ok(()),
+        false => Err(Error::unsupported(
+            "its table names data behind the end of the disk, such as the state of a machine. `vellum snapshot revert`, or a copy \
+             with `vellum convert`, leaves that out",
+        )),
+    }
 }
 
 /// Makes zero what the last cluster holds behind the end of the disk, as far as a disk of this size would show it. Other

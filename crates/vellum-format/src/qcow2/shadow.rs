@@ -355,7 +355,9 @@ impl<'a> Shadow<'a> {
                 if self.image.len() > before && !self.image.limits().fixed_len {
                     let _ = self.image.set_len(before).await;
                 }
-                return Err(error);
+                return Err(error.context(
+                    "nothing has changed: until the switch there has to be room for new tables beside the old ones",
+                ));
             }
         };
         self.image.flush().await?;

@@ -198,6 +198,10 @@ pub enum Bug {
     FastSessionKept,
     /// A fast medium that has lost what it had flushed is believed.
     ForgottenMediumCounts,
+    /// Compressed data is not told from other data in the record, which has no checks for it.
+    CompressedNotFenced,
+    /// What a compressed cluster had before stays allocated.
+    CompressedNotFreed,
     /// A fast medium is believed once other disks have promoted as much as it had lost.
     LastOfMedium,
     /// Entries of free slots stay, until their slots are used again.

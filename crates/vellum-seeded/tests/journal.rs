@@ -133,6 +133,10 @@ found! {
         lowered_not_recorded: LoweredNotRecorded,
         published_before_written: PublishedBeforeWritten,
     }
+    compressed_journal {
+        compressed_not_fenced: CompressedNotFenced,
+        compressed_not_freed: CompressedNotFreed,
+    }
     journal_in_bulk {
         no_fence: NoFence,
     }

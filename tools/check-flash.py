@@ -25,7 +25,7 @@ PAIRS_MAX = 2048
 WORDS_MAX = 512
 REGION = 1 << 14
 WORD = 64 * REGION
-FEATURES = 3
+FEATURES = 7
 BLOCKS = 1 << 48
 MASK64 = (1 << 64) - 1
 
@@ -155,6 +155,18 @@ def read_items(data, count, slots):
                 raise ValueError("a drop")
             at += 16
             items.append(("drop", key))
+        elif kind in (10, 11):
+            flags, blocks, slot, key = struct.unpack_from(">BHIQ", data, at + 1)
+            if not 2 <= blocks <= 16 - key % 16 or not good_key(key):
+                raise ValueError("several blocks")
+            if flags & ~5 or slot + blocks > slots if kind == 10 else flags or slot:
+                raise ValueError("puts or drops")
+            at += 16
+            for n in range(blocks):
+                items.append(("put", key + n, slot + n, 255, flags & 1, None) if kind == 10 else ("drop", key + n))
+            if flags & 4:
+                items.append(("checked", slot, blocks, *struct.unpack_from(">I", data, at)))
+                at += 4
         elif kind == 3:
             frees, zero, key, blocks = struct.unpack_from(">B6sQQ", data, at + 1)
             if frees > 1 or any(zero) or not good_run(key, blocks):
@@ -188,7 +200,7 @@ def read_items(data, count, slots):
             raise ValueError("a kind")
     if any(data[at:]):
         raise ValueError("the end")
-    kinds = [item[0] in ("put", "drop") for item in items]
+    kinds = [item[0] in ("put", "drop", "checked") for item in items]
     keys = [item[1] for item in items if item[0] in ("put", "drop")]
     if kinds != sorted(kinds) or len(keys) != len(set(keys)):
         raise ValueError("the order")
@@ -276,8 +288,12 @@ class Cache:
         self.newest = max(self.records, default=0)
 
     def holds(self, sequence):
-        """Whether the checked sectors of a record are in their slots."""
+        """Whether what a record checks is in its slots."""
         for item in self.records[sequence][1]:
+            if item[0] == "checked":
+                _, slot, blocks, crc = item
+                if crc32c(self.read(self.slots_at + slot * BLOCK, blocks * BLOCK)) != crc:
+                    return False
             if item[0] == "put" and item[5] is not None:
                 _, key, slot, sectors, _, crcs = item
                 data = self.read(self.slots_at + slot * BLOCK, BLOCK)

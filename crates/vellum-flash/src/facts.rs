@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use vellum_core::{Result, SharedStorage};
 
-use crate::layout::{Key, Layout, Slot};
+use crate::layout::{Key, Layout, Slot, Superblock};
 use crate::options::FlashOptions;
-use crate::record::Row;
+use crate::record::{Item, Row};
 use crate::recover;
 use crate::regions::Word;
 use crate::session::{CacheId, SessionNumber};
@@ -164,6 +164,12 @@ pub async fn look(storage: &SharedStorage) -> Result<Look> {
     Ok(Look { id, facts: Facts::of_state(&state), rows, strip: strip(&state), has_void })
 }
 
+/// The blocks that an item is about.
+fn blocks_of(item: &Item) -> impl Iterator<Item = Key> + use<> {
+    let found = item.blocks();
+    found.into_iter().flat_map(|(key, blocks)| (0..blocks).map(move |n| key.plus(u64::from(n))))
+}
+
 /// Checks a cache that is not open: says each error. Returns how many there are. Writes nothing.
 ///
 /// # Errors
@@ -177,51 +183,59 @@ pub async fn check(storage: &SharedStorage, say: &mut dyn FnMut(String)) -> Resu
         }
         Err(error) => return Err(error),
     };
-    // Each entry's slot is read. What a durable record had checked must still be there where nothing can have
-    // overwritten it: in clean slots since that record.
+    // What a durable record had checked must still be there where nothing can have overwritten it: in clean slots since that
+    // record. Of several blocks with one CRC that is all of them.
     let mut errors = 0;
-    let mut newest: BTreeMap<Key, (Slot, u8, bool, crate::record::Checks)> = BTreeMap::new();
-    for found in image.records.values() {
-        for item in &found.record.items {
-            match item {
-                crate::record::Item::Put { key, slot, sectors, dirty, checks: Some(checks) } => {
-                    newest.insert(*key, (*slot, *sectors, *dirty, checks.clone()));
-                }
-                crate::record::Item::Drop { key } => drop(newest.remove(key)),
-                crate::record::Item::Zero { key, blocks, .. } => {
-                    let last = Key::from_bits(key.bits() + (blocks - 1));
-                    newest.retain(|other, _| other < key || *other > last);
-                }
-                crate::record::Item::NoRow(row) => newest.retain(|key, _| key.row() != *row),
-                // Slots of a region that is being written may be overwritten in place.
-                crate::record::Item::Written(word)
-                | crate::record::Item::Settled(word)
-                | crate::record::Item::Void(word) => newest.retain(|key, _| {
-                    let own = Word::of(*key);
-                    own.key != word.key || own.bits & word.bits == 0
-                }),
-                crate::record::Item::Put { checks: None, .. }
-                | crate::record::Item::Unzero { .. }
-                | crate::record::Item::Row(_) => {}
+    let mut newest: BTreeMap<Key, usize> = BTreeMap::new();
+    let mut checked: Vec<&Item> = Vec::new();
+    for item in image.records.values().flat_map(|found| &found.record.items) {
+        match item {
+            Item::Put { checks: None, .. } | Item::Puts { check: None, .. } => {}
+            Item::Put { .. } | Item::Puts { .. } => {
+                newest.extend(blocks_of(item).map(|key| (key, checked.len())));
+                checked.push(item);
             }
+            Item::Drop { .. } | Item::Drops { .. } => {
+                for key in blocks_of(item) {
+                    newest.remove(&key);
+                }
+            }
+            Item::Zero { key, blocks, .. } => {
+                let last = Key::from_bits(key.bits() + (blocks - 1));
+                newest.retain(|other, _| other < key || *other > last);
+            }
+            Item::NoRow(row) => newest.retain(|key, _| key.row() != *row),
+            // Slots of a region that is being written may be overwritten in place.
+            Item::Written(word) | Item::Settled(word) | Item::Void(word) => newest.retain(|key, _| {
+                let own = Word::of(*key);
+                own.key != word.key || own.bits & word.bits == 0
+            }),
+            Item::Unzero { .. } | Item::Row(_) => {}
         }
     }
-    for (key, (slot, sectors, dirty, checks)) in newest {
+    for (index, item) in checked.into_iter().enumerate() {
+        let (Some((key, blocks)), Some((slot, _))) = (item.blocks(), item.checked_slots()) else { continue };
         // A dirty block may have been written in place since, and so may one whose region is being written.
-        if dirty || image.ledger.regions.has(key) {
+        let is_dirty = matches!(item, Item::Put { dirty: true, .. } | Item::Puts { dirty: true, .. });
+        let is_newest = blocks_of(item).all(|key| newest.get(&key) == Some(&index));
+        if is_dirty || !is_newest || image.ledger.regions.has(key) {
             continue;
         }
         let at = image.superblock.layout.slot_at(slot);
-        let buffer = vellum_core::Buffer::for_overwrite(crate::layout::BLOCK_LEN);
+        let buffer = vellum_core::Buffer::for_overwrite(blocks as usize * crate::layout::BLOCK_LEN);
         let what = match storage.read(at, buffer).await {
-            Ok(block) => match checks.matches(sectors, block.contiguous().slice()) {
+            Ok(bytes) => match item.holds(bytes.contiguous().slice()) {
                 true => continue,
                 false => "has other bytes than its record says".to_owned(),
             },
             Err(error) => format!("cannot be read: {}", error.chain()),
         };
         errors += 1;
-        say(format!("{}: the slot of block {} of disk {} {what}", storage.name(), key.block(), key.row()));
+        let which = match blocks {
+            1 => format!("block {}", key.block()),
+            _ => format!("one of the blocks {} to {}", key.block(), key.block() + u64::from(blocks) - 1),
+        };
+        say(format!("{}: the slot of {which} of disk {} {what}", storage.name(), key.row()));
     }
     Ok(errors)
 }
@@ -242,6 +256,7 @@ impl FlashCache {
         let is_void = state.void_regions(None);
         debug_assert!(is_void, "a record has room for all words");
         let cache = Self::with(storage, id, state, options)?;
+        cache.add_features(Superblock::NEIGHBOURS).await?;
         cache.shed_at_open().await?;
         cache.forget_lost_rows().await?;
         Ok(cache)

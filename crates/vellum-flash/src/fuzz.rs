@@ -97,6 +97,14 @@ fn record(data: &[u8]) {
             Item::Put { key, slot, sectors, .. } => {
                 assert!(slot.0 < SLOTS && *sectors != 0 && key.row() < ROWS_MAX);
             }
+            Item::Puts { key, slot, blocks, .. } => {
+                assert!(*blocks > 1 && slot.0 + blocks <= SLOTS && key.row() < ROWS_MAX);
+                assert_eq!(key.group(), key.plus(u64::from(blocks - 1)).group());
+            }
+            Item::Drops { key, blocks } => {
+                assert!(*blocks > 1 && key.row() < ROWS_MAX);
+                assert_eq!(key.group(), key.plus(u64::from(blocks - 1)).group());
+            }
             Item::Zero { key, blocks, .. } | Item::Unzero { key, blocks } => drop(key.plus(blocks - 1)),
             _ => {}
         }
@@ -142,6 +150,8 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
         Item::Put { key, slot: Slot(5), sectors: 5, dirty: true, checks: Some(Checks::of(5, &block)) },
         Item::Put { key: key.plus(1), slot: Slot(6), sectors: SECTORS_ALL, dirty: false, checks: None },
         Item::Drop { key: key.plus(2) },
+        Item::Puts { key: key.plus(16), slot: Slot(90), blocks: 16, dirty: true, check: Some(9) },
+        Item::Drops { key: key.plus(3), blocks: 4 },
     ];
     let used: usize = items.iter().map(Item::encoded_len).sum();
     let record = Record { id: ID, sequence: 9, durable: 8, tail: 3, items }.encode();

@@ -282,8 +282,10 @@ pub(crate) struct Superblock {
 impl Superblock {
     /// Records and the ledger may name regions that are being written.
     pub(crate) const REGIONS: u64 = 1;
+    /// Records may have items about several neighbouring blocks.
+    pub(crate) const NEIGHBOURS: u64 = 4;
     /// All that this program knows.
-    pub(crate) const KNOWN: u64 = Self::REGIONS;
+    pub(crate) const KNOWN: u64 = Self::REGIONS | Self::NEIGHBOURS;
 
     /// The bytes of one copy.
     pub(crate) fn encode(&self) -> Vec<u8> {

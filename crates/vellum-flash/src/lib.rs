@@ -42,6 +42,7 @@ mod layout;
 mod listing;
 mod map;
 mod metadata;
+mod neighbours;
 mod open;
 mod options;
 mod policy;

@@ -8,15 +8,16 @@
 //! 1. [`Record::decode`] trusts nothing: lengths and counts are bounded by the bytes that are there, every slot,
 //!    row and key by what the cache can have.
 //! 2. Items are absolute: applied twice they say the same.
-//! 3. Items about runs, rows and regions come first, in the order of their changes. Items about single blocks come after
+//! 3. Items about runs, rows and regions come first, in the order of their changes. Items about blocks come after
 //!    them, one for a block at most.
 //!
-//! The text of this is `docs/format/flash.md`. What is copied to slices is in `slice`.
+//! The text of this is `docs/format/flash.md`. What is copied to slices is in `slice`, how blocks come to share an item in
+//! `neighbours`.
 
 use smallvec::{SmallVec, smallvec};
 
 use crate::bytes::{be16, be32, be64, be128, put32, put64, put128};
-use crate::layout::{BLOCK_LEN, BLOCKS_MAX, Key, ROWS_MAX, SECTOR_LEN, Slot, has_good_crc};
+use crate::layout::{BLOCK_LEN, BLOCKS_MAX, GROUP_BLOCKS, Key, ROWS_MAX, SECTOR_LEN, Slot, has_good_crc};
 use crate::regions::{WORD_BYTES, Word};
 
 const MAGIC: u64 = 0x5645_4C4C_554D_4631; // "VELLUMF1"
@@ -65,6 +66,11 @@ impl Checks {
             1 => *self == Self::of(sectors, block),
             _ => named(sectors, block).map(crc32c::crc32c).eq(self.iter()),
         }
+    }
+
+    /// The one that all sectors have, if it is one.
+    pub(crate) fn of_all(&self) -> Option<u32> {
+        (self.len() == 1).then(|| self.0[0])
     }
 
     /// How many there are.
@@ -126,8 +132,13 @@ impl Row {
 pub(crate) enum Item {
     /// The block is in this slot and nowhere else. With checks a recovery verifies the sectors.
     Put { key: Key, slot: Slot, sectors: u8, dirty: bool, checks: Option<Checks> },
+    /// These blocks of a group, from 2 to all, are whole in slots that follow each other, and nowhere else. With a check a
+    /// recovery verifies all their bytes.
+    Puts { key: Key, slot: Slot, blocks: u32, dirty: bool, check: Option<u32> },
     /// The block has no slot and is in no run of zeros: home has it.
     Drop { key: Key },
+    /// The same of neighbouring blocks of a group, from 2 to all.
+    Drops { key: Key, blocks: u32 },
     /// The blocks are zero, and have no slots.
     Zero { key: Key, blocks: u64, may_free: bool },
     /// The blocks are in no run of zeros: home has the zeros.
@@ -154,6 +165,8 @@ mod kind {
     pub(super) const WRITTEN: u8 = 7;
     pub(super) const SETTLED: u8 = 8;
     pub(super) const VOID: u8 = 9;
+    pub(super) const PUTS: u8 = 10;
+    pub(super) const DROPS: u8 = 11;
 }
 
 const DIRTY: u8 = 1;
@@ -169,7 +182,8 @@ impl Item {
     pub(crate) fn encoded_len(&self) -> usize {
         match self {
             Self::Put { checks, .. } => BLOCK_ITEM_LEN + checks.as_ref().map_or(0, |checks| checks.len() * 4),
-            Self::Drop { .. } => BLOCK_ITEM_LEN,
+            Self::Puts { check, .. } => BLOCK_ITEM_LEN + check.map_or(0, |_| 4),
+            Self::Drop { .. } | Self::Drops { .. } => BLOCK_ITEM_LEN,
             Self::Zero { .. } | Self::Unzero { .. } => 24,
             Self::Written(_) | Self::Settled(_) | Self::Void(_) => WORD_BYTES,
             Self::Row(_) => 8 + ROW_LEN,
@@ -177,11 +191,30 @@ impl Item {
         }
     }
 
-    /// The block that the item is about, if it is about a single one.
-    pub(crate) const fn block(&self) -> Option<Key> {
+    /// The first block that the item is about, and how many, if it is about blocks.
+    pub(crate) const fn blocks(&self) -> Option<(Key, u32)> {
         match self {
-            Self::Put { key, .. } | Self::Drop { key } => Some(*key),
+            Self::Put { key, .. } | Self::Drop { key } => Some((*key, 1)),
+            Self::Puts { key, blocks, .. } | Self::Drops { key, blocks } => Some((*key, *blocks)),
             _ => None,
+        }
+    }
+
+    /// The slots whose bytes it checks: the first, and how many.
+    pub(crate) const fn checked_slots(&self) -> Option<(Slot, u32)> {
+        match self {
+            Self::Put { slot, checks: Some(_), .. } => Some((*slot, 1)),
+            Self::Puts { slot, blocks, check: Some(_), .. } => Some((*slot, *blocks)),
+            _ => None,
+        }
+    }
+
+    /// Whether these are the bytes that it checks; true when it checks none.
+    pub(crate) fn holds(&self, bytes: &[u8]) -> bool {
+        match self {
+            Self::Put { sectors, checks: Some(checks), .. } => checks.matches(*sectors, bytes),
+            Self::Puts { check: Some(check), .. } => crc32c::crc32c(bytes) == *check,
+            _ => true,
         }
     }
 
@@ -199,8 +232,22 @@ impl Item {
                 out.extend(key.bits().to_be_bytes());
                 out.extend(checks.iter().flat_map(Checks::iter).flat_map(u32::to_be_bytes));
             }
+            Self::Puts { key, slot, blocks, dirty, check } => {
+                let flags = if *dirty { DIRTY } else { 0 } | check.map_or(0, |_| CHECKED);
+                out.extend([kind::PUTS, flags]);
+                out.extend(count_of(*blocks));
+                out.extend(slot.0.to_be_bytes());
+                out.extend(key.bits().to_be_bytes());
+                out.extend(check.iter().flat_map(|crc| crc.to_be_bytes()));
+            }
             Self::Drop { key } => {
                 out.extend([kind::DROP, 0, 0, 0, 0, 0, 0, 0]);
+                out.extend(key.bits().to_be_bytes());
+            }
+            Self::Drops { key, blocks } => {
+                out.extend([kind::DROPS, 0]);
+                out.extend(count_of(*blocks));
+                out.extend([0; 4]);
                 out.extend(key.bits().to_be_bytes());
             }
             Self::Zero { key, blocks, may_free } => {
@@ -238,6 +285,12 @@ impl Item {
             let (key, blocks) = (key_at(8)?, be64(bytes.get(16..24)?, 0));
             (blocks > 0 && blocks <= BLOCKS_MAX - key.block()).then_some((key, blocks))
         };
+        // Several blocks of one group.
+        let several = || {
+            let (key, blocks) = (key_at(8)?, u32::from(be16(head, 2)));
+            let is_within = blocks >= 2 && u64::from(key.index() + blocks) <= GROUP_BLOCKS;
+            is_within.then_some((key, blocks))
+        };
         let word = || {
             let word = Word { key: key_at(8)?, bits: be64(bytes.get(16..24)?, 0) };
             word.is_good().then_some(word)
@@ -257,7 +310,21 @@ impl Item {
                     (count > 0).then(|| Checks(crcs.chunks_exact(4).map(|crc| be32(crc, 0)).collect()));
                 Self::Put { key, slot, sectors, dirty: flags & DIRTY != 0, checks }
             }
+            kind::PUTS => {
+                let (flags, slot, (key, blocks)) = (head[1], Slot(be32(head, 4)), several()?);
+                let is_good = flags & !(DIRTY | CHECKED) == 0 && slot.0 < slots && blocks <= slots - slot.0;
+                let check = match flags & CHECKED {
+                    0 => None,
+                    _ => Some(be32(bytes.get(BLOCK_ITEM_LEN..BLOCK_ITEM_LEN + 4)?, 0)),
+                };
+                let puts = Self::Puts { key, slot, blocks, dirty: flags & DIRTY != 0, check };
+                return is_good.then_some(puts);
+            }
             kind::DROP if is_zero(1, 8) => Self::Drop { key: key_at(8)? },
+            kind::DROPS if head[1] == 0 && is_zero(4, 8) => {
+                let (key, blocks) = several()?;
+                Self::Drops { key, blocks }
+            }
             kind::ZERO if head[1] & !MAY_FREE == 0 && is_zero(2, 8) => {
                 let (key, blocks) = run()?;
                 Self::Zero { key, blocks, may_free: head[1] & MAY_FREE != 0 }
@@ -274,6 +341,10 @@ impl Item {
             _ => return None,
         })
     }
+}
+
+fn count_of(blocks: u32) -> [u8; 2] {
+    u16::try_from(blocks).expect("at most those of a group").to_be_bytes()
 }
 
 fn encode_word(kind: u8, word: Word, out: &mut Vec<u8>) {
@@ -293,7 +364,7 @@ pub(crate) struct Record {
     pub(crate) durable: u64,
     /// The first record that some slice does not have yet.
     pub(crate) tail: u64,
-    /// Runs, rows and regions first, then single blocks.
+    /// Runs, rows and regions first, then blocks.
     pub(crate) items: Vec<Item>,
 }
 
@@ -373,12 +444,14 @@ impl Record {
         is_good.then_some((record, len))
     }
 
-    /// Whether single blocks come last, and each once.
+    /// Whether blocks come last, and each once.
     fn is_in_order(&self) -> bool {
-        let first = self.items.iter().position(|item| item.block().is_some()).unwrap_or(self.items.len());
-        let mut keys: Vec<_> = self.items[first..].iter().map(Item::block).collect();
-        keys.sort_unstable();
-        keys.first().is_none_or(Option::is_some) && keys.windows(2).all(|pair| pair[0] != pair[1])
+        let first = self.items.iter().position(|item| item.blocks().is_some()).unwrap_or(self.items.len());
+        let blocks: Option<Vec<(Key, u32)>> = self.items[first..].iter().map(Item::blocks).collect();
+        let Some(mut blocks) = blocks else { return false };
+        blocks.sort_unstable();
+        let is_before = |(key, blocks): (Key, u32), next: Key| key.bits() + u64::from(blocks) <= next.bits();
+        blocks.windows(2).all(|pair| is_before(pair[0], pair[1].0))
     }
 }
 
@@ -423,7 +496,10 @@ mod tests {
                     dirty: true,
                     checks: Some(Checks(smallvec![5])),
                 },
+                Item::Puts { key: key(16), slot: Slot(84), blocks: 16, dirty: true, check: Some(7) },
+                Item::Puts { key: key(34), slot: Slot(3), blocks: 2, dirty: false, check: None },
                 Item::Drop { key: key(1 << 40) },
+                Item::Drops { key: key(36), blocks: 12 },
             ],
         }
     }
@@ -487,7 +563,7 @@ mod tests {
             assert!(recoded(|bytes| put64(bytes, what, value)).is_none(), "{what}: {value}");
         }
         for (what, value) in
-            [(at::ITEMS, 10), (at::ITEMS, 12), (at::ITEMS, u32::MAX), (at::ZERO, 1), (at::LENGTH, 8192)]
+            [(at::ITEMS, 13), (at::ITEMS, 15), (at::ITEMS, u32::MAX), (at::ZERO, 1), (at::LENGTH, 8192)]
         {
             assert!(recoded(|bytes| put32(bytes, what, value)).is_none(), "{what}: {value}");
         }
@@ -497,7 +573,24 @@ mod tests {
         };
         let drop = Item::Drop { key: Key::new(3, 5) };
         refused(vec![drop.clone(), drop.clone()]);
-        refused(vec![drop, Item::NoRow(3)]);
+        refused(vec![drop.clone(), Item::NoRow(3)]);
+        let puts = |block, slot, blocks| Item::Puts {
+            key: Key::new(3, block),
+            slot: Slot(slot),
+            blocks,
+            dirty: true,
+            check: None,
+        };
+        refused(vec![puts(4, 0, 2), drop.clone()]);
+        refused(vec![drop.clone(), puts(4, 0, 2)]);
+        refused(vec![Item::Drops { key: Key::new(3, 4), blocks: 2 }, drop.clone()]);
+        refused(vec![puts(0, 99, 2)]);
+        refused(vec![puts(0, 100, 2)]);
+        for (block, blocks) in [(0, 0), (0, 1), (0, 17), (1, 16), (15, 2), (0, u32::from(u16::MAX))] {
+            refused(vec![puts(block, 0, blocks)]);
+            refused(vec![Item::Drops { key: Key::new(3, block), blocks }]);
+        }
+        refused(vec![Item::Drops { key: Key::new(1022, 0), blocks: 2 }]);
         refused(vec![Item::NoRow(1022)]);
         refused(vec![Item::Row(Row { number: 1022, ..row() })]);
         refused(vec![Item::Drop { key: Key::new(1022, 5) }]);

@@ -19,7 +19,9 @@ use vellum_core::{
 };
 
 use crate::bytes::{be32, be64};
-use crate::layout::{BLOCK_BYTES, BLOCK_LEN, Key, Layout, PLACE_BYTES, SLICE_HEADER_LEN, Superblock};
+use crate::layout::{
+    BLOCK_BYTES, BLOCK_LEN, Key, Layout, PLACE_BYTES, SECTORS_ALL, SLICE_HEADER_LEN, Slot, Superblock,
+};
 use crate::map::{Entry, Map, decode_part};
 use crate::record::{Item, Record};
 use crate::regions::{REGION_BLOCKS, Word};
@@ -57,22 +59,17 @@ pub(crate) struct Image {
     pub(crate) void: Option<u64>,
 }
 
-/// Whether the checked sectors of a record are in their slots.
+/// Whether what a record checks is in its slots.
 async fn holds(storage: &SharedStorage, layout: &Layout, record: &Record) -> Result<bool> {
-    let puts: Vec<_> = record
-        .items
-        .iter()
-        .filter_map(|item| match item {
-            Item::Put { slot, sectors, checks: Some(checks), .. } => Some((*slot, *sectors, checks)),
-            _ => None,
-        })
-        .collect();
-    for some in puts.chunks(READS_AT_ONCE) {
-        let reads = some
-            .iter()
-            .map(|(slot, ..)| storage.read(layout.slot_at(*slot), Buffer::for_overwrite(BLOCK_LEN)));
-        for ((_, sectors, checks), block) in some.iter().zip(try_join_all(reads).await?) {
-            if !checks.matches(*sectors, block.contiguous().slice()) {
+    let checked = |item: &Item| item.checked_slots().is_some();
+    let checked: Vec<&Item> = record.items.iter().filter(|item| checked(item)).collect();
+    for some in checked.chunks(READS_AT_ONCE) {
+        let reads = some.iter().filter_map(|item| item.checked_slots()).map(|(slot, blocks)| {
+            let buffer = Buffer::for_overwrite(blocks as usize * BLOCK_LEN);
+            storage.read(layout.slot_at(slot), buffer)
+        });
+        for (item, bytes) in some.iter().zip(try_join_all(reads).await?) {
+            if !item.holds(bytes.contiguous().slice()) {
                 return Ok(false);
             }
         }
@@ -231,10 +228,25 @@ fn apply(storage: &SharedStorage, image: &mut Image, as_of: &[u64]) -> Result<()
                         slices.touch(layout.slice_of(*key), sequence);
                     }
                 }
-                Item::Drop { key } => {
+                Item::Puts { key, slot, blocks, dirty, .. } => {
+                    // They are of one group, so of one slice.
                     if lacks_key(key) {
-                        map.remove(*key);
+                        for n in 0..*blocks {
+                            let slot = Slot(slot.0 + n);
+                            let entry = Entry { slot, sectors: SECTORS_ALL, dirty: *dirty };
+                            map.put(key.plus(u64::from(n)), entry);
+                        }
                         slices.touch(layout.slice_of(*key), sequence);
+                    }
+                }
+                Item::Drop { .. } | Item::Drops { .. } => {
+                    if let Some((key, blocks)) = item.blocks()
+                        && lacks_key(&key)
+                    {
+                        for n in 0..blocks {
+                            map.remove(key.plus(u64::from(n)));
+                        }
+                        slices.touch(layout.slice_of(key), sequence);
                     }
                 }
                 Item::Zero { key, blocks, may_free } => {
@@ -300,7 +312,7 @@ fn apply(storage: &SharedStorage, image: &mut Image, as_of: &[u64]) -> Result<()
                     }
                 }
             }
-            if item.block().is_none() && lacks(0) {
+            if item.blocks().is_none() && lacks(0) {
                 slices.touch(0, sequence);
             }
         }
@@ -362,9 +374,9 @@ pub(crate) fn no_id() -> Error {
 pub(crate) fn start_of(image: Image) -> Start {
     let layout = image.superblock.layout;
     let newest = image.records.last_key_value();
-    let checked = |item: &Item| match item {
-        Item::Put { key, checks: Some(_), .. } => Some(*key),
-        _ => None,
+    let checked = |item: &Item| {
+        let (first, blocks) = item.checked_slots().and(item.blocks()).unzip();
+        (0..blocks.unwrap_or(0)).filter_map(move |n| Some(first?.plus(u64::from(n))))
     };
     Start {
         id: image.superblock.id,
@@ -374,7 +386,7 @@ pub(crate) fn start_of(image: Image) -> Start {
         slots: image.slots,
         sequence: newest.map_or(0, |(sequence, _)| *sequence),
         newest: newest
-            .map_or_else(Vec::new, |(_, found)| found.record.items.iter().filter_map(checked).collect()),
+            .map_or_else(Vec::new, |(_, found)| found.record.items.iter().flat_map(checked).collect()),
         records: image
             .records
             .iter()

@@ -28,8 +28,9 @@ use std::sync::Arc;
 use vellum_core::{Error, Result};
 use vellum_format::commit::{Epochs, Ring};
 
-use crate::layout::{Key, Layout, SECTORS_ALL, Slot};
+use crate::layout::{Key, Layout, SECTORS_ALL, Slot, Superblock};
 use crate::map::{self, Changed, Map};
+use crate::neighbours::joined;
 use crate::open::{Change, Open, Share};
 use crate::policy::{Policy, Replacement};
 use crate::record::{Checks, Item, Record};
@@ -557,7 +558,12 @@ impl State {
             self.slices.touch(slice, sequence);
         }
         let tail = self.slices.tail().unwrap_or(sequence);
-        let record = Record { id: self.id, sequence, durable: self.durable, tail, items: taken.items };
+        // An older program knows of single blocks alone.
+        let items = match self.features & Superblock::NEIGHBOURS {
+            0 => taken.items,
+            _ => joined(taken.items),
+        };
+        let record = Record { id: self.id, sequence, durable: self.durable, tail, items };
         let len = Record::padded_len(record.items.iter().map(Item::encoded_len).sum());
         let Some(at) = self.ring.place(sequence, len as u64) else {
             return Err(Error::corrupt("the ring of the flash cache has no room for a record"));

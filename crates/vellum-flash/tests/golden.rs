@@ -21,8 +21,19 @@ use vellum_flash::{self as flash, FlashCache, FlashDisk, FlashPolicy, listing, l
 
 const SLOTS: usize = 64;
 const CACHE_BYTES: usize = 8192 + 4 * 90_112 + (128 << 10) + SLOTS * 4096;
-/// The first five have a CRC of each sector in their records, the others one for each block.
-const NAMES: [&str; 7] = ["drained", "kept", "killed", "void", "through", "one-crc", "one-crc-void"];
+/// The first five have a CRC of each sector in their records, the next two one for each block, the others one for neighbouring
+/// blocks.
+const NAMES: [&str; 9] = [
+    "drained",
+    "kept",
+    "killed",
+    "void",
+    "through",
+    "one-crc",
+    "one-crc-void",
+    "neighbours",
+    "neighbours-void",
+];
 
 fn directory() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
@@ -86,7 +97,17 @@ async fn make(name: &str) -> Vec<u8> {
     }
     disks[0].drain().await.unwrap();
     cache.flush().await.unwrap();
-    let last = Buffer::copy_of(&[99; 4096]);
+    let last = if name.starts_with("neighbours") {
+        // Blocks in a free group, and some that leave it together.
+        disks[0]
+            .write(GuestOffset::new(786_432), Buffer::copy_of(&[50; 65_536]), WriteFlags::default())
+            .await
+            .unwrap();
+        disks[0].flush().await.unwrap();
+        Buffer::copy_of(&[99; 3 * 4096])
+    } else {
+        Buffer::copy_of(&[99; 4096])
+    };
     disks[0].write(GuestOffset::new(4096), last, WriteFlags::default()).await.unwrap();
     disks[0].flush().await.unwrap();
     let mut bytes = memory.content().to_vec();
@@ -153,6 +174,36 @@ fn golden_caches_are_read_for_ever() {
             block_on(void_is_forgotten(&storage));
         }
         other_reader_agrees(name, &bytes, &expected);
+    }
+}
+
+/// An older cache gets the feature when it is opened, and is written and read with it.
+#[test]
+fn an_older_cache_learns_of_neighbours() {
+    for name in ["killed", "one-crc"] {
+        let bytes = unpack(&std::fs::read(directory().join(format!("{name}.flash"))).unwrap());
+        let memory = MemoryStorage::holding("flash", &bytes);
+        let storage: SharedStorage = memory.clone();
+        let features = |bytes: &[u8]| [bytes[23], bytes[4096 + 23]];
+        assert_eq!(features(&bytes).map(|bits| bits & 4), [0, 0], "{name}");
+        block_on(async {
+            let cache = FlashCache::open(storage.clone(), options(1)).await.unwrap();
+            assert_eq!(features(&memory.content().to_vec()).map(|bits| bits & 4), [4, 4], "{name}");
+            let disk = over(&cache, 1, MemoryDisk::new(1 << 20)).await.unwrap();
+            let before = cache.counts().record_bytes;
+            let data = Buffer::copy_of(&[77; 16 * 4096]);
+            disk.write(GuestOffset::new(786_432), data, WriteFlags::default()).await.unwrap();
+            disk.flush().await.unwrap();
+            assert!(cache.counts().record_bytes > before);
+        });
+        let lines = block_on(listing(&storage)).unwrap();
+        for block in 192..208 {
+            let is_dirty =
+                |line: &&String| line.starts_with(&format!("block 0 {block} ")) && line.ends_with(" ff 1");
+            assert_eq!(lines.iter().filter(is_dirty).count(), 1, "{name}: {lines:?}");
+        }
+        let lines: Vec<&str> = lines.iter().map(String::as_str).collect();
+        other_reader_agrees(name, &memory.content().to_vec(), &lines);
     }
 }
 

@@ -64,6 +64,14 @@ pub enum Bug {
     AdmittedThoughTouched,
     /// A recovery does not verify the newest record.
     UnverifiedKept,
+    /// Neighbouring blocks that share an item have no CRC.
+    NeighboursUnchecked,
+    /// Neighbouring blocks share an item although their slots do not follow each other.
+    NeighbourElsewhere,
+    /// A recovery takes one of the blocks that leave their slots in one item.
+    NeighbourNotDropped,
+    /// After a recovery one block of several that share an item is unproven.
+    NeighbourForgotten,
     /// A recovery trusts what the cache of the host shows.
     SettleLeftOut,
     /// A recovery forgets which slices are behind.
@@ -100,7 +108,7 @@ pub enum Bug {
 
 impl Bug {
     /// All of them.
-    pub const ALL: [Self; 44] = [
+    pub const ALL: [Self; 48] = [
         Self::NoChecks,
         Self::CleanWithoutChecks,
         Self::InPlaceOverClean,
@@ -129,6 +137,10 @@ impl Bug {
         Self::RunGoneUnflushed,
         Self::AdmittedThoughTouched,
         Self::UnverifiedKept,
+        Self::NeighboursUnchecked,
+        Self::NeighbourElsewhere,
+        Self::NeighbourNotDropped,
+        Self::NeighbourForgotten,
         Self::SettleLeftOut,
         Self::SliceBehindForgotten,
         Self::RegionAfterWrite,

@@ -282,13 +282,13 @@ async fn random_groups(writes: u64, groups: u64, flushed_every: u64) -> CacheCou
 #[test]
 fn a_group_of_blocks_is_one_item_of_20_bytes() {
     block_on(async {
-        // 64 bytes of header and the row's item, once, and no block twice.
+        // 64 bytes of header, two items of the row, and no block twice.
         let counts = random_groups(1000, 1 << 30, u64::MAX).await;
-        let bytes = 64 + 64 + 1000 * 20_u64;
+        let bytes = 64 + 2 * 64 + 1000 * 20_u64;
         assert_eq!((counts.records, counts.slices), (1, 0));
         assert_eq!(counts.record_bytes, bytes.next_multiple_of(4096));
-        // So many, and the row, are a record of 4 KiB.
-        let counts = random_groups(5 * 198, 1 << 30, 198).await;
+        // 195 of them and the row are the most that a record of 4 KiB has room for.
+        let counts = random_groups(5 * 195, 1 << 30, 195).await;
         assert_eq!((counts.records, counts.record_bytes, counts.slices), (5, 5 * 4096, 0));
     });
 }

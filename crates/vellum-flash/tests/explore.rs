@@ -1,5 +1,5 @@
 //! Every crash of flash and of the homes, recovered and judged. `VELLUM_EXPLORE=all` explores for longer:
-//! more than three million states.
+//! more than three million states. With `VELLUM_EXPLORE_SECONDS=N` no setup begins another program after N seconds.
 
 mod common;
 use vellum_flash as flash;
@@ -19,8 +19,12 @@ fn scaled(programs: u64) -> u64 {
 fn all(name: &str, setup: &Setup, programs: u64) {
     let (mut counts, mut seen) = (Counts::default(), HashSet::new());
     let begun = Instant::now();
-    let one = std::env::var("VELLUM_EXPLORE_SEED").ok().and_then(|seed| seed.parse().ok());
+    let number = |name| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
+    let (one, seconds) = (number("VELLUM_EXPLORE_SEED"), number("VELLUM_EXPLORE_SECONDS"));
     for seed in one.map_or(0..scaled(programs), |seed: u64| seed..seed + 1) {
+        if seconds.is_some_and(|most| begun.elapsed().as_secs() >= most) {
+            break;
+        }
         match explore(setup, seed, &mut seen) {
             Ok(more) => counts += more,
             Err(what) => {

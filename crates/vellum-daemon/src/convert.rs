@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use vellum_core::{Error, ErrorKind, GuestSpan, Result, SharedDisk};
+use vellum_core::{BlockSize, Error, ErrorKind, GuestSpan, Result, SharedDisk};
 use vellum_format::luks::Secrets;
 use vellum_format::{FormatKind, native, qcow2};
 use vellum_io::Draft;
@@ -104,11 +104,21 @@ pub async fn convert(
 ) -> Result<()> {
     let disk = source.disk().clone();
     if !conversion.salvages {
-        return convert_and(&disk, async || source.close().await, conversion, stop, progress).await;
+        return convert_and(
+            &disk,
+            disk.geometry().size,
+            async || source.close().await,
+            conversion,
+            stop,
+            progress,
+        )
+        .await;
     }
     let salvaged = Arc::new(Salvaged::of(disk));
     let disk: SharedDisk = salvaged.clone();
-    let done = convert_and(&disk, async || source.close().await, conversion, stop, progress).await;
+    let done =
+        convert_and(&disk, disk.geometry().size, async || source.close().await, conversion, stop, progress)
+            .await;
     let lost = salvaged.lost();
     lost.runs.iter().for_each(|run| progress(Step::Lost(*run)));
     if lost.bytes > 0 {
@@ -130,7 +140,12 @@ pub async fn convert_part(
     progress: &dyn Fn(Step),
 ) -> Result<()> {
     let disk: SharedDisk = Arc::new(Window::of(source.disk().clone(), start, bytes));
-    convert_and(&disk, async || source.close().await, conversion, stop, progress).await
+    let sized = match conversion.format {
+        // Other disks are in whole sectors anyway.
+        FormatKind::Raw => disk.geometry().size.next_multiple_of(BlockSize::SECTOR.bytes()),
+        _ => disk.geometry().size,
+    };
+    convert_and(&disk, sized, async || source.close().await, conversion, stop, progress).await
 }
 
 /// As [`convert`], for a disk that needs no closing.
@@ -140,21 +155,21 @@ pub(crate) async fn convert_disk(
     stop: &mut Stop,
     progress: &dyn Fn(Step),
 ) -> Result<()> {
-    convert_and(source, async || Ok(()), conversion, stop, progress).await
+    convert_and(source, source.geometry().size, async || Ok(()), conversion, stop, progress).await
 }
 
 async fn convert_and(
     source: &SharedDisk,
+    new_size: u64,
     close: impl AsyncFnOnce() -> Result<()>,
     conversion: &Conversion,
     stop: &mut Stop,
     progress: &dyn Fn(Step),
 ) -> Result<()> {
-    let size = source.geometry().size;
     let draft = if conversion.fills_existing { None } else { Draft::begin(&conversion.target).await? };
     let copying = Copying { how: conversion, draft: draft.as_ref(), has_begun: Cell::new(false), progress };
     let data_file = DataFile::of(&copying)?;
-    let copied = copying.make_and_fill(source, size, stop).await;
+    let copied = copying.make_and_fill(source, new_size, stop).await;
     let copied = copied.and(close().await);
     let has_begun = copying.has_begun.get();
     let done = match (copied, draft) {
@@ -194,9 +209,9 @@ impl Copying<'_> {
         self.draft.map_or(&self.how.target, Draft::path)
     }
 
-    async fn make_and_fill(&self, source: &SharedDisk, size: u64, stop: &mut Stop) -> Result<()> {
+    async fn make_and_fill(&self, source: &SharedDisk, new_size: u64, stop: &mut Stop) -> Result<()> {
         if !self.how.fills_existing {
-            let made = stop.or_stopped(self.make(size)).await;
+            let made = stop.or_stopped(self.make(new_size)).await;
             // With other errors it was not opened, or is a device too small.
             let is_device = !self.path().metadata().is_ok_and(|facts| facts.is_file());
             self.has_begun.set(match made.as_ref().map_err(Error::kind) {
@@ -206,7 +221,7 @@ impl Copying<'_> {
             });
             made?;
         }
-        self.fill(source, size, stop).await
+        self.fill(source, source.geometry().size, stop).await
     }
 
     /// Where the data file of a new image is, if it has one. The user named it.

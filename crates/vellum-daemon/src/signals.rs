@@ -11,7 +11,7 @@ use vellum_io::{Signal, Signals, Task, spawn_local};
 /// The exit code of a command that was stopped.
 const STOPPED_CODE: i32 = 130;
 
-/// Whether SIGINT or SIGTERM has arrived since this was made.
+/// Whether SIGINT, SIGTERM or SIGHUP has arrived since this was made. A SIGHUP that is ignored, as under `nohup`, stays so.
 pub struct Stop {
     /// For work that checks it between its pieces.
     pub flag: Arc<AtomicBool>,
@@ -25,7 +25,8 @@ impl Stop {
     /// When the signals cannot be watched.
     pub fn new() -> Result<Self> {
         let flag = Arc::new(AtomicBool::new(false));
-        let mut signals = Signals::new(&[Signal::Interrupt, Signal::Terminate])?;
+        let all = [Signal::Interrupt, Signal::Terminate, Signal::Hangup];
+        let mut signals = Signals::new(if ignores_hangups() { &all[..2] } else { &all })?;
         let raised = flag.clone();
         let watch = spawn_local(async move {
             if signals.next().await.is_ok() {
@@ -59,6 +60,13 @@ impl Stop {
         })
         .await
     }
+}
+
+fn ignores_hangups() -> bool {
+    std::fs::read_to_string("/proc/self/status").is_ok_and(|status| {
+        let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+        ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_some_and(|mask| mask & 1 == 1)
+    })
 }
 
 /// Responds to SIGUSR1, which asks how far the work is, until it is dropped.

@@ -105,7 +105,7 @@ impl State {
         let least = fixed + BLOCKS_MIN * DIRTY_COST_MAX;
         if bytes_max < least {
             let why = format!(
-                "{bytes_max} bytes of memory are too few for a flash cache of this size: it needs at least {least}"
+                "{bytes_max} bytes of memory (--flash-memory) are too few for a flash cache of this size: it needs at least {least}"
             );
             return Err(Error::invalid(why));
         }

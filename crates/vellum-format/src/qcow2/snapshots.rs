@@ -105,9 +105,23 @@ impl<'a> Change<'a> {
         &self.shadow.header
     }
 
+    /// What is changed is meant beyond doubt: a name that is another snapshot's id is refused.
     fn found(&self, wanted: Wanted<'_>) -> Result<usize> {
         let found = match wanted {
-            Wanted::IdOrName(wanted) => self.snapshots.find(wanted),
+            Wanted::IdOrName(wanted) => {
+                let (found, named) = (self.snapshots.find(wanted), self.snapshots.named(wanted));
+                if let (Some(found), Some(named)) = (found, named)
+                    && found.id == wanted
+                    && found.name != wanted
+                {
+                    return Err(Error::invalid(format!(
+                        "{wanted} is the id of snapshot {} and the name of another, whose id is {}: give its name for the one, and \
+                         the id for the other",
+                        found.name, named.id
+                    )));
+                }
+                found
+            }
             Wanted::Name(name) => self.snapshots.named(name),
         };
         let index = found.and_then(|found| {

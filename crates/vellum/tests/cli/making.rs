@@ -153,7 +153,7 @@ fn convert_stops_when_told_and_leaves_nothing() {
     let (source, target) = (dir.text("source"), dir.text("target"));
     // Every zero must be written: that takes long enough to be interrupted.
     vellum(&["create", "-q", &source, "64G"]).answer();
-    for (format, signal) in [("raw", Signal::INT), ("qcow2", Signal::TERM)] {
+    for (format, signal) in [("raw", Signal::INT), ("qcow2", Signal::TERM), ("raw", Signal::HUP)] {
         let mut command = vellum_command();
         command.args(["convert", "-f", "raw", "-O", format, "-S", "0", "-m", "1", &source, &target]);
         let begun = Instant::now();

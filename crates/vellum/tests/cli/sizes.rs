@@ -183,6 +183,16 @@ fn dd_copies_what_qemu_copies() {
     vellum(&["dd", "bs=1", "count=1000", &format!("if={raw}"), &format!("of={one}")]).answer();
     let read = std::fs::read(&one).expect("the copy");
     assert!(read[..1000] == bytes[..1000] && read[1000..] == [0; 24], "{} bytes", read.len());
+    let skip = bytes.len() / 1000;
+    let operands = ["bs=1000".to_owned(), format!("skip={skip}"), format!("if={raw}"), format!("of={one}")];
+    vellum(&["dd"].into_iter().chain(operands.iter().map(String::as_str)).collect::<Vec<_>>()).answer();
+    let (read, rest) = (std::fs::read(&one).expect("the copy"), &bytes[skip * 1000..]);
+    assert!(!rest.is_empty() && rest.len() < 1000, "{} bytes", rest.len());
+    assert!(
+        read.len() == rest.len().next_multiple_of(512) && read[..rest.len()] == *rest,
+        "{} bytes",
+        read.len()
+    );
 }
 
 #[test]

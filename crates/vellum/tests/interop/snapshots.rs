@@ -360,6 +360,32 @@ fn a_snapshot_of_another_size_is_reverted_to() {
     succeed("qemu-img", &["check", &image]);
 }
 
+/// What is deleted or reverted to is never another snapshot than the one that was meant.
+#[test]
+fn a_name_that_is_the_id_of_another_is_refused() {
+    requires!("qemu-img");
+    let dir = Dir::new("ids");
+    let image = dir.text("disk.qcow2");
+    succeed("qemu-img", &["create", "-q", "-f", "qcow2", &image, "1M"]);
+    for name in ["first", "1"] {
+        succeed("qemu-img", &["snapshot", "-c", name, &image]);
+    }
+    for verb in ["delete", "revert"] {
+        let ran = vellum(&["snapshot", verb, &image, "1"]);
+        assert!(ran.code == 1 && ran.err.contains("first") && ran.err.contains("id is 2"), "{ran:?}");
+    }
+    let names = || {
+        let info = run("qemu-img", &["info", "--output=json", &image]).json();
+        let all = info["snapshots"].as_array().cloned().unwrap_or_default();
+        all.iter().map(|one| one["name"].as_str().unwrap_or_default().to_owned()).collect::<Vec<_>>()
+    };
+    assert_eq!(names(), ["first", "1"]);
+    vellum(&["snapshot", "delete", &image, "first"]).answer();
+    assert_eq!(names(), ["1"]);
+    vellum(&["snapshot", "delete", &image, "1"]).answer();
+    assert!(names().is_empty());
+}
+
 /// The image is closed, changed and opened again while clients are connected.
 #[test]
 fn the_snapshots_of_a_served_disk_change_while_clients_are_connected() {

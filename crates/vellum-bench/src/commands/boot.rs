@@ -13,9 +13,9 @@
 //! Bytes are counted, by Vellum and by the line. What a boot reads is what its trace has: each byte of the base once. In units
 //! of the fetch that is each unit once. Ratios of times are of one round, in which all ways had a turn.
 
-mod machine;
+pub(crate) mod machine;
 pub(crate) mod stores;
-mod system;
+pub(crate) mod system;
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -349,7 +349,7 @@ impl Stage<'_> {
         store.environment(&mut serve);
         let serves = || std::os::unix::net::UnixStream::connect(&socket).is_ok();
         let server = Running::start_until(serve, &socket, serves)?;
-        let booting = machine::boot(&self.system, &socket)?;
+        let booting = machine::boot(&self.system, &socket, "")?;
         let recorded = if way.is_cold() { trace.clone() } else { dir.join("trace") };
         let mut record = Command::new(&self.lab.vellum.path);
         programs::run(record.args(["trace", "record", "--control"]).arg(&control).arg(&recorded))?;

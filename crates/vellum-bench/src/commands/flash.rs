@@ -3,6 +3,7 @@
 //! ```text
 //!   for each delay    in each round, for each case    vellum --flash │ vellum │ qemu-nbd │ nbdkit cache    in turns
 //!                                                     clones of one template: the first three
+//!                                                     a guest that boots, twice    (boots.rs)
 //!   course            a new cache: boot ► again ► commits ► mixed ► idle      hit ratio and flash writes, as a plot
 //! ```
 //!
@@ -13,6 +14,7 @@
 //! nbdkit's cache is not durable by itself: it is a file without a name, gone with the process. With `cache=writeback` a
 //! flush writes what is new to the backend first, and that is what a guest can rely on.
 
+mod boots;
 mod cases;
 mod course;
 mod stand;
@@ -30,6 +32,7 @@ use vellum_lab::programs;
 use vellum_lab::report::{Output, Table, complain, say_json};
 use vellum_lab::server::{Vellum, first_line_of};
 
+use super::boot::system::System;
 use super::parse_size;
 use crate::host::Machine;
 use crate::images::{prepare, write_raw};
@@ -73,7 +76,14 @@ pub(crate) struct Args {
     /// Number of rounds; each program has a turn at each case in each
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// Run only the cases whose names contain TEXT; may be given several times
+    /// Number of rounds in which a Debian guest boots over each program, twice
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    guest_rounds: u32,
+    /// Directory with the guest's disk.raw, vmlinuz and initrd.img, which are made if they are not there (root, mmdebstrap).
+    /// Default: boot-system in the directory of this program
+    #[arg(long, value_name = "DIR")]
+    system: Option<PathBuf>,
+    /// Run only the cases whose names contain TEXT; may be given several times. The guest's is `guest`
     #[arg(long, value_name = "TEXT")]
     only: Vec<String>,
     /// Write the plot of the course there
@@ -108,6 +118,7 @@ struct Report {
     machine: Machine,
     programs: Vec<String>,
     rows: Vec<Row>,
+    guests: Vec<boots::Row>,
     course: Option<Course>,
 }
 
@@ -162,11 +173,23 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     prepare(&raw, false)?;
     let disk = Disk { raw: &raw, full: &full, flash_bytes: args.flash };
     let loads = Loads::new(args.part, window)?;
-    let mut rows = Vec::new();
+    let system = system(args)?;
+    let (mut rows, mut guests) = (Vec::new(), Vec::new());
     for delay_ms in &args.delay {
-        let seen = measure(&lab, args, &disk, &loads, *delay_ms).context(|| format!("{delay_ms} ms"))?;
+        let context = || format!("{delay_ms} ms");
+        let seen = measure(&lab, args, &disk, &loads, *delay_ms).context(context)?;
         lines(&seen).iter().for_each(|line| table.say(line));
         rows.extend(seen);
+        if let Some(system) = &system {
+            let ways: Vec<Way> = ways(&lab).collect();
+            let seen = boots::measure(&lab, &ways, system, args.flash, *delay_ms, args.guest_rounds);
+            let seen = seen.context(context)?;
+            boots::lines(&seen).iter().for_each(|line| table.say(line));
+            guests.extend(seen);
+        }
+    }
+    if rows.is_empty() && guests.is_empty() {
+        return Err(Error::invalid("--only names no case; that of the guest needs --guest-rounds"));
     }
     let course = match &args.svg {
         None => None,
@@ -183,28 +206,46 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     };
     if args.output == Output::Json {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        say_json(&Report { unix_seconds: now.as_secs(), machine, programs, rows, course });
+        say_json(&Report { unix_seconds: now.as_secs(), machine, programs, rows, guests, course });
     }
     Ok(())
+}
+
+/// What boots, if guests do.
+fn system(args: &Args) -> Result<Option<System>> {
+    if args.guest_rounds == 0
+        || !(args.only.is_empty() || args.only.iter().any(|text| "guest".contains(text)))
+    {
+        return Ok(None);
+    }
+    let beside = || programs::dir_or_beside_me(args.dir.as_ref()).map(|dir| dir.join("boot-system"));
+    let there = first_line_of(Command::new("qemu-system-x86_64").arg("--version"));
+    match there.and_then(|_| System::get(&args.system.clone().map_or_else(beside, Ok)?, complain)) {
+        Ok(system) => Ok(Some(system)),
+        Err(error) => {
+            complain(&format!("skipped: no guest boots: {}", error.chain()));
+            Ok(None)
+        }
+    }
+}
+
+fn ways(lab: &Lab) -> impl Iterator<Item = Way> {
+    Way::ALL.into_iter().filter(|way| *way != Way::Qemu || lab.no_qemu.is_none())
 }
 
 /// All programs at all cases, behind this delay.
 fn measure(lab: &Lab, args: &Args, disk: &Disk<'_>, loads: &Loads, delay_ms: u64) -> Result<Vec<Row>> {
     let wanted =
         |case: Case| args.only.is_empty() || args.only.iter().any(|text| case.title().contains(text));
-    let ways = || Way::ALL.into_iter().filter(|way| *way != Way::Qemu || lab.no_qemu.is_none());
     let mut stands: Vec<(Vec<Case>, Stand)> = Vec::new();
     let of_disks: Vec<Case> = Case::OF_DISKS.into_iter().filter(|case| wanted(*case)).collect();
-    for way in ways().filter(|_| !of_disks.is_empty()) {
+    for way in ways(lab).filter(|_| !of_disks.is_empty()) {
         let stand = Stand::of_disk(lab, way, delay_ms, disk, &format!("{}-{delay_ms}", way.title()))?;
         stands.push((of_disks.clone(), stand));
     }
-    for way in ways().filter(|way| *way != Way::NbdkitCache && wanted(Case::Clones)) {
+    for way in ways(lab).filter(|way| *way != Way::NbdkitCache && wanted(Case::Clones)) {
         let stand = Stand::of_clones(lab, way, delay_ms, disk, args.clones.into())?;
         stands.push((vec![Case::Clones], stand));
-    }
-    if stands.is_empty() {
-        return Err(Error::invalid("--only names no case"));
     }
     for (_, stand) in &stands {
         warm(stand, args.part)?;

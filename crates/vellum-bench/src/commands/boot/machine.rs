@@ -28,12 +28,12 @@ impl Drop for Qemu {
     }
 }
 
-/// Boots the system from the disk at this socket. Returns the time from the start of QEMU until the guest says that it is up. The
+/// Boots the system from the disk at this socket, under this name. Returns the time from the start of QEMU until the guest says that it is up. The
 /// machine is off then.
-pub(super) fn boot(system: &System, socket: &Path) -> Result<Duration> {
+pub(crate) fn boot(system: &System, socket: &Path, export: &str) -> Result<Duration> {
     let log = socket.with_extension("qemu");
     let complaints = fs::File::create(&log).context(|| format!("can't make {}", log.display()))?;
-    let disk = json!({ "driver": "nbd", "node-name": "disk", "discard": "unmap",
+    let disk = json!({ "driver": "nbd", "node-name": "disk", "discard": "unmap", "export": export,
         "server": { "type": "unix", "path": socket.to_string_lossy() } });
     let mut command = Command::new("qemu-system-x86_64");
     command
@@ -46,7 +46,7 @@ pub(super) fn boot(system: &System, socket: &Path) -> Result<Duration> {
         .arg(&system.initramfs)
         .args([
             "-append",
-            "root=/dev/vda rw console=ttyS0 panic=-1 nosoftlockup rcupdate.rcu_cpu_stall_suppress=1",
+            "root=/dev/vda rw console=ttyS0 panic=-1 nosoftlockup no_timer_check rcupdate.rcu_cpu_stall_suppress=1",
         ])
         .stdin(Stdio::null())
         .stdout(Stdio::piped())

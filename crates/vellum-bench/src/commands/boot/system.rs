@@ -14,7 +14,7 @@ use vellum_lab::programs;
 use vellum_lab::server::first_line_of;
 
 /// What the guest prints when it is up.
-pub(super) const UP: &str = "guest: up";
+pub(crate) const UP: &str = "guest: up";
 
 const RELEASE: &str = "bookworm";
 const PACKAGES: &str = "systemd-sysv,udev,dbus,linux-image-cloud-amd64,initramfs-tools,openssh-server,python3,nginx-light,cron,\
@@ -29,10 +29,10 @@ const UNIT: &str = "[Unit]\n\
                     ExecStart=/bin/sh -c 'echo guest: up >/dev/ttyS0; systemctl poweroff --force --no-wall'\n";
 
 /// The files of a system.
-pub(super) struct System {
-    pub(super) disk: PathBuf,
-    pub(super) kernel: PathBuf,
-    pub(super) initramfs: PathBuf,
+pub(crate) struct System {
+    pub(crate) disk: PathBuf,
+    pub(crate) kernel: PathBuf,
+    pub(crate) initramfs: PathBuf,
 }
 
 impl System {
@@ -42,7 +42,7 @@ impl System {
     }
 
     /// The one in this directory. If there is none it is made; `Unsupported` says what that lacks.
-    pub(super) fn get(dir: &Path, say: impl Fn(&str)) -> Result<Self> {
+    pub(crate) fn get(dir: &Path, say: impl Fn(&str)) -> Result<Self> {
         let system = Self::in_dir(dir);
         if system.disk.exists() {
             return Ok(system);

@@ -121,6 +121,8 @@ pub(super) struct Stand {
     /// Where guests come in, and to which export.
     pub(super) doors: Vec<(PathBuf, String)>,
     control: Option<PathBuf>,
+    /// Everything of it lies there.
+    pub(super) dir: PathBuf,
     vellum: PathBuf,
     running: Vec<Running>,
 }
@@ -129,7 +131,7 @@ impl Stand {
     /// Serves a copy of the disk. `full` is a qcow2 of `raw` with all clusters mapped.
     pub(super) fn of_disk(lab: &Lab, way: Way, delay_ms: u64, disk: &Disk<'_>, name: &str) -> Result<Self> {
         let place = Place::new(lab, name)?;
-        let mut stand = Self::new(lab, way, delay_ms);
+        let mut stand = Self::new(lab, way, delay_ms, &place);
         let own = place.path("home");
         let from = if way == Way::NbdkitCache { disk.raw } else { disk.full };
         fs::copy(from, &own).context(|| format!("can't copy {}", from.display()))?;
@@ -166,7 +168,7 @@ impl Stand {
         clones: usize,
     ) -> Result<Self> {
         let place = Place::new(lab, &format!("clones-{}-{delay_ms}", way.title()))?;
-        let mut stand = Self::new(lab, way, delay_ms);
+        let mut stand = Self::new(lab, way, delay_ms, &place);
         let (back, front) = (place.path("back"), place.path("front"));
         let backend = serve(nbdkit(&back, &["delay"], disk.raw, delay_ms), &back)?;
         let clone = |number: usize| place.path(&format!("clone-{number}"));
@@ -200,9 +202,10 @@ impl Stand {
         Ok(stand)
     }
 
-    fn new(lab: &Lab, way: Way, delay_ms: u64) -> Self {
+    fn new(lab: &Lab, way: Way, delay_ms: u64, place: &Place) -> Self {
         let (doors, running, control) = (Vec::new(), Vec::new(), None);
-        Self { way, delay_ms, doors, control, vellum: lab.vellum.path.clone(), running }
+        let (dir, vellum) = (place.dir.clone(), lab.vellum.path.clone());
+        Self { way, delay_ms, doors, control, dir, vellum, running }
     }
 
     fn steered(&mut self, mut command: Command, place: &Place) -> Command {

@@ -47,7 +47,7 @@ impl Total {
 
 pub(crate) fn run(words: &[String]) -> Outcome {
     let mut total = Total::default();
-    let mut command = cargo(&["test", "--profile", "ci", "--locked", "--test", "explore"]);
+    let mut command = cargo(&["test", "--profile", "ci", "--locked", "--test", "explore", "--test", "tiers"]);
     command.args(["-p", "vellum-format", "-p", "vellum-flash"]);
     // One subject after the other: each takes all cores.
     command.args(["--", "--nocapture", "--test-threads=1"]).args(words);

@@ -212,6 +212,8 @@ pub enum Bug {
     LaterCopyCounts,
     /// An entry counts for whatever disk has its row.
     EntryOfAnyDisk,
+    /// A write leaves a bit that leads to nothing.
+    LostBitKept,
 }
 
 thread_local! {

@@ -64,6 +64,7 @@ fn by_trials() {
         (Bug::BlankedLate, trials::a_slot_that_is_written_again_has_no_entry_meanwhile),
         (Bug::LaterCopyCounts, trials::a_copy_of_an_image_in_use_does_not_read_what_was_promoted_later),
         (Bug::EntryOfAnyDisk, trials::another_disk_does_not_read_what_its_row_had_before),
+        (Bug::LostBitKept, trials::a_unit_that_was_written_while_its_entry_was_lost_stays_written),
         (Bug::FastSessionKept, trials::what_was_void_stays_void),
     ] {
         let Err(found) = with(bug, trial) else { panic!("{bug:?} is not found") };

@@ -17,7 +17,8 @@ use std::sync::{Arc, Mutex};
 
 use roaring::RoaringBitmap;
 use vellum_core::{
-    Buffer, Context, Error, ErrorKind, ImageOffset, LocalFuture, Random, Result, SharedStorage, try_join_all,
+    Buffer, Context, Error, ErrorKind, ImageOffset, ImageSpan, LocalFuture, Random, Result, SharedStorage,
+    try_join_all,
 };
 
 use super::layout::{
@@ -178,10 +179,7 @@ impl FastMedium {
         let (id, layout) = read_super(&storage).await.context(context)?;
         // After a failed flush a host may show what the medium has not.
         reconcile(&*storage, ImageOffset::ZERO.span(layout.data_at())).await.context(context)?;
-        let rows = storage.read(Layout::rows().start(), Buffer::for_overwrite(ROW_LEN * ROWS as usize)).await;
-        let rows = rows.context(context)?.to_vec();
-        let rows: Vec<Option<Row>> =
-            (0..).zip(rows.chunks(ROW_LEN)).map(|(row, bytes)| Row::parse(row, bytes)).collect();
+        let rows = read_rows(&storage).await.context(context)?;
         let mut state = State {
             open: vec![false; rows.len()],
             used: vec![0; rows.len()],
@@ -440,14 +438,37 @@ async fn read_super(storage: &SharedStorage) -> Result<(FastId, Layout)> {
     }
 }
 
+/// Whether nothing was ever written there.
+async fn is_hole(storage: &SharedStorage, span: ImageSpan) -> Result<bool> {
+    let runs = storage.runs(span).await?;
+    Ok(runs.iter().all(|run| !run.is_data) && runs.last().is_some_and(|run| run.span.end() >= span.end()))
+}
+
+async fn read_rows(storage: &SharedStorage) -> Result<Vec<Option<Row>>> {
+    let mut rows = Vec::with_capacity(usize::from(ROWS));
+    let mut rest = Layout::rows();
+    while !rest.is_empty() {
+        let (now, later) = rest.split_at(PIECE_LEN as u64);
+        let len = usize::try_from(now.len()).expect("a piece");
+        if is_hole(storage, now).await? {
+            rows.resize(rows.len() + len / ROW_LEN, None);
+        } else {
+            let bytes = storage.read(now.start(), Buffer::for_overwrite(len)).await?.to_vec();
+            for bytes in bytes.chunks(ROW_LEN) {
+                rows.push(Row::parse(u16::try_from(rows.len()).expect("at most 1024"), bytes));
+            }
+        }
+        rest = later;
+    }
+    Ok(rows)
+}
+
 async fn read_entries(storage: &SharedStorage, layout: Layout, state: &mut State) -> Result<()> {
     let mut rest = layout.table();
     while !rest.is_empty() {
         let (now, later) = rest.split_at(READ_AT_ONCE);
         let len = usize::try_from(now.len()).expect("a piece");
-        let runs = storage.runs(now).await?;
-        let is_hole =
-            runs.iter().all(|run| !run.is_data) && runs.last().is_some_and(|run| run.span.end() >= now.end());
+        let is_hole = is_hole(storage, now).await?;
         let bytes = match is_hole {
             true => vec![0; len],
             false => storage.read(now.start(), Buffer::for_overwrite(len)).await?.to_vec(),

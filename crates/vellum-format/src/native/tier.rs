@@ -19,7 +19,8 @@
 //!    before the mark was made is waited for.
 //! 4. Nothing is promoted whose clear is not durable.
 //! 5. Slots are free when the clear is durable, and no reader is left that may have looked them up.
-//! 6. The bits in memory and on the medium count only while `counts`; before the first promotion of such an opening they
+//! 6. A bit that leads to nothing is one that is set (`lost`), for the medium that has the copy may come back.
+//! 7. The bits in memory and on the medium count only while `counts`; before the first promotion of such an opening they
 //!    are all cleared, durably.
 //!
 //! Left out: a record that carries a small write together with the cleared bit, which would save its flush.
@@ -78,6 +79,7 @@ impl Native {
         let mut state = State::default();
         if counts {
             state.copied = self.copied_units(&row, last).await?;
+            state.lost = self.lost_units(&state.copied).await?;
             let kept: HashSet<u32> =
                 state.copied.values().flat_map(|copied| copied.slots.iter().copied()).collect();
             let others = row.parts().into_iter().map(|part| part.slot).filter(|slot| !kept.contains(slot));
@@ -86,7 +88,7 @@ impl Native {
         let tier = Tier {
             row,
             epochs: Epochs::default(),
-            listed: AtomicUsize::new(state.copied.len()),
+            listed: AtomicUsize::new(state.copied.len() + state.lost.len()),
             state: Mutex::new(state),
             counts: AtomicBool::new(counts),
             begun: async_lock::Mutex::new(false),
@@ -125,6 +127,31 @@ impl Native {
             }
         }
         Ok(copied)
+    }
+
+    /// The units whose bit is set and that are not among these.
+    async fn lost_units(&self, copied: &HashMap<u64, Copied>) -> Result<HashSet<u64>> {
+        let region = self.places.region(Region::Fast);
+        let mut lost = HashSet::default();
+        let mut page = region.start();
+        while page < region.end() {
+            self.find(|| self.home.word(page)).await?;
+            for at in (0..512).map(|word| page + word * 8) {
+                if self.home.word(at).is_ok_and(|word| word == 0) {
+                    continue;
+                }
+                // The first word is no bits.
+                let end = (at - region.start()) / 8 * 64;
+                for unit in end.saturating_sub(64)..end.min(self.places.shape().units()) {
+                    let bit = self.places.fast_bit(unit).expect("it is in the region");
+                    if !copied.contains_key(&unit) && self.find(|| self.home.get(bit)).await? == 1 {
+                        lost.insert(unit);
+                    }
+                }
+            }
+            page += 4096;
+        }
+        Ok(lost)
     }
 
     /// Puts the fast medium beside the image, if it can be used. An image that names another one, or none, is open without.
@@ -183,13 +210,15 @@ impl Native {
     /// From when this returns, neither a mark nor a bit of these units is left, in memory or on the medium. Returns how
     /// many the fast medium had.
     async fn end_copies(&self, tier: &Tier, range: Range<u64>) -> Result<u64> {
-        let copied = tier.with(|state| {
+        let (copied, lost) = tier.with(|state| {
             for unit in Tier::within(&range, state.marks.iter(), |unit| state.marks.contains(unit)) {
                 state.marks.remove(&unit);
             }
-            Tier::within(&range, state.copied.keys(), |unit| state.copied.contains_key(unit))
+            let lost = Tier::within(&range, state.lost.iter(), |unit| state.lost.contains(unit));
+            (Tier::within(&range, state.copied.keys(), |unit| state.copied.contains_key(unit)), lost)
         });
         self.clear_bits(tier, &copied).await?;
+        self.clear_bits(tier, &lost).await?;
         self.end_clearing(tier, |unit| range.contains(&unit)).await?;
         tier.tally.demoted.fetch_add(copied.len() as u64, SeqCst);
         Ok(copied.len() as u64)
@@ -231,6 +260,7 @@ impl Native {
                     let Some(bit) = self.places.fast_bit(*unit) else { continue };
                     self.home.change(bit.word, |word| bit.set(word, 0));
                     state.clearing.insert(*unit);
+                    state.lost.remove(unit);
                     if let Some(Copied { slots, .. }) = state.copied.remove(unit) {
                         let stamp = tier.epochs.now();
                         state.leaving.push(Leaving { unit: *unit, slots, stamp, is_durable: false });

@@ -35,6 +35,9 @@ pub(super) struct State {
     /// Units whose clear may not be durable.
     pub(super) clearing: HashSet<u64>,
     pub(super) leaving: Vec<Leaving>,
+    /// Units whose bit is set although the medium has nothing complete for them: a damaged entry, or a medium of another
+    /// time. They are read from the image. The medium that has them may come back, so a write clears the bit as any other.
+    pub(super) lost: HashSet<u64>,
 }
 
 #[derive(Default)]
@@ -73,8 +76,8 @@ impl Tier {
     pub(super) fn with<T>(&self, act: impl FnOnce(&mut State) -> T) -> T {
         let mut state = lock(&self.state);
         let done = act(&mut state);
-        let State { copied, marks, clearing, .. } = &*state;
-        self.listed.store(copied.len() + marks.len() + clearing.len(), SeqCst);
+        let State { copied, marks, clearing, lost, .. } = &*state;
+        self.listed.store(copied.len() + marks.len() + clearing.len() + lost.len(), SeqCst);
         done
     }
 

@@ -4,28 +4,31 @@
 //!   program of guests and promotions ──► logs of both media, a record of the answers
 //!                           │ at a position: power cut or kill of the one × power cut or kill of the other
 //!                           ▼
-//!                         images × media, each pair once
+//!                         images × media, each pair once; now and then a medium of another position, or of a program before
 //!                           │ open both ► read: the guest finds what it may
 //!                           ├─► open the image alone ► it reads the same                  no copy is ever different
-//!                           ▼ now and then: a program goes on there, with crashes of its own
+//!                           ├─► its snapshots, another disk of the medium ► the same with the medium and alone
+//!                           ▼ now and then: a program goes on there, or from a snapshot, with crashes of its own
 //! ```
 //!
 //! 1. Both drives are in one world, so a position means the same to both.
 //! 2. What a recovery has read is durable, so the program that goes on is judged by exactly that.
 //! 3. A case is its seed: everything is drawn from it.
+//! 4. An image is right with a copy of its medium of any time, before or after: what the one says of the other does not count,
+//!    or is still so. A copy has what the host showed at its time. A medium that confirms a flush and then loses what was
+//!    flushed is no such copy.
+//! 5. The other disk, where there is one, takes slots and gives them back. After a crash its image is as new as the first one, or
+//!    the one that it began with.
 
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures_lite::future::block_on;
-use vellum_core::{
-    Buffer, Disk, GuestOffset, GuestSpan, ImageOffset, Random, Result as CoreResult, SharedStorage,
-    WriteFlags, ZeroFlags,
-};
+use vellum_core::{Buffer, Disk, GuestOffset, ImageOffset, Random, Result as CoreResult, SharedStorage};
 use vellum_format::FormatKind;
-use vellum_format::fast::{FastId, FastMedium, NewRow, Promotion, Reason, Tiers, create as create_fast};
-use vellum_format::native::{Native, OpenOptions};
+use vellum_format::fast::{FastId, FastMedium, NewRow, Tiers, create as create_fast};
+use vellum_format::native::{CreateOptions, Native, OpenOptions, create};
 use vellum_sim::explore::Medium;
 use vellum_sim::{
     Content, CrashKind, CrashPoint, Delay, Drive, DriveOptions, Effect, EventLog, Expectation, Fault,
@@ -34,9 +37,16 @@ use vellum_sim::{
 
 use crate::common::native::NativeSetup;
 
+#[path = "steps.rs"]
+mod steps;
+
+use steps::{step, step_of_other};
+
 const UNIT: u64 = 64 << 10;
 /// UUID of the image.
 const UUID: [u8; 16] = [7; 16];
+/// UUID of the other disk's image.
+const OTHER_UUID: [u8; 16] = [8; 16];
 
 /// What is explored.
 #[derive(Clone)]
@@ -51,6 +61,12 @@ pub(crate) struct Setup {
     pub(crate) faults: bool,
     /// Units are mostly promoted and taken back, few of them.
     pub(crate) demotes: bool,
+    /// Snapshots are made and deleted, and the image is reverted to them.
+    pub(crate) snapshots: bool,
+    /// One state in this many has the medium of another time; none where zero.
+    pub(crate) put_back_one_in: u64,
+    /// Another disk has copies on the medium, too.
+    pub(crate) other: bool,
     /// At most this many positions of a program.
     pub(crate) positions: usize,
     /// One state in this many is gone on from.
@@ -67,6 +83,9 @@ impl Setup {
             steps: 40,
             faults: false,
             demotes: false,
+            snapshots: false,
+            put_back_one_in: 0,
+            other: false,
             positions: 100,
             nested_one_in: 300,
         }
@@ -103,6 +122,18 @@ impl Setup {
         Self { faults: true, ..self }
     }
 
+    pub(crate) fn with_snapshots(self) -> Self {
+        Self { snapshots: true, ..self }
+    }
+
+    pub(crate) fn putting_back(self) -> Self {
+        Self { put_back_one_in: 2, nested_one_in: 150, ..self }
+    }
+
+    pub(crate) fn beside_another(self) -> Self {
+        Self { other: true, slots: 7, ..self.putting_back() }
+    }
+
     fn size(&self) -> u64 {
         self.image.options.size
     }
@@ -126,6 +157,12 @@ pub(crate) struct Counts {
     /// Units that were read from the fast medium in these states.
     pub(crate) fast_units: u64,
     pub(crate) nested: u64,
+    /// States with a medium of another time.
+    pub(crate) put_back: u64,
+    /// Snapshots that were read with the medium and without it.
+    pub(crate) snapshots: u64,
+    /// Programs that went on from a snapshot.
+    pub(crate) reverted: u64,
 }
 
 impl std::ops::AddAssign for Counts {
@@ -136,6 +173,9 @@ impl std::ops::AddAssign for Counts {
         self.judged += other.judged;
         self.fast_units += other.fast_units;
         self.nested += other.nested;
+        self.put_back += other.put_back;
+        self.snapshots += other.snapshots;
+        self.reverted += other.reverted;
     }
 }
 
@@ -171,11 +211,14 @@ impl From<Content> for Shown {
 struct Images {
     image: Shown,
     fast: Shown,
+    other: Content,
 }
 
 impl Images {
     fn digest(&self) -> u64 {
-        self.image.digest().wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(23) ^ self.fast.digest()
+        let both =
+            self.image.digest().wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(23) ^ self.fast.digest();
+        both ^ self.other.digest().rotate_left(11)
     }
 }
 
@@ -183,6 +226,7 @@ struct Run {
     world: World,
     image: EventLog,
     fast: EventLog,
+    other: EventLog,
     oracle: Oracle,
 }
 
@@ -222,8 +266,28 @@ fn begin(setup: &Setup) -> Images {
         medium.attach(row).await.unwrap();
         let storage: SharedStorage = image.clone();
         FormatKind::Native.format().attach_fast(&storage, id, "fast").await.unwrap();
-    });
-    Images { image: image.content().into(), fast: fast.content().into() }
+        let other = Medium::new(Content::default());
+        if setup.other {
+            let options = CreateOptions { uuid: Some(OTHER_UUID), ..other_setup(setup).create_options() };
+            create(&*other, &options).await.unwrap();
+            let row = NewRow { uuid: OTHER_UUID, budget: 1 << 40, name: "other".to_owned() };
+            medium.attach(row).await.unwrap();
+            let storage: SharedStorage = other.clone();
+            FormatKind::Native.format().attach_fast(&storage, id, "fast").await.unwrap();
+        }
+        Images { image: image.content().into(), fast: fast.content().into(), other: other.content() }
+    })
+}
+
+fn other_setup(setup: &Setup) -> NativeSetup {
+    NativeSetup::table("other", 3 * setup.unit(), setup.unit())
+}
+
+async fn medium_of(fast: Option<SharedStorage>, seed: u64) -> CoreResult<Option<Arc<FastMedium>>> {
+    match fast {
+        Some(fast) => Ok(Some(FastMedium::open(fast, Random::from_seed(seed)).await?)),
+        None => Ok(None),
+    }
 }
 
 /// Opens the image with its fast medium, or without.
@@ -233,85 +297,34 @@ async fn open(
     fast: Option<SharedStorage>,
     seed: u64,
 ) -> CoreResult<Arc<Native>> {
-    let fast = match fast {
-        Some(fast) => Some(FastMedium::open(fast, Random::from_seed(seed)).await?),
-        None => None,
+    open_with(&setup.image, image, medium_of(fast, seed).await?, None).await
+}
+
+async fn open_with(
+    setup: &NativeSetup,
+    image: SharedStorage,
+    fast: Option<Arc<FastMedium>>,
+    snapshot: Option<String>,
+) -> CoreResult<Arc<Native>> {
+    let options = OpenOptions { journal_key: Some(1), fast, snapshot, ..OpenOptions::default() };
+    Native::open(image, setup.below(), options).await
+}
+
+/// The disk, and the other one where there is one, with one medium or without.
+async fn open_both(
+    setup: &Setup,
+    image: SharedStorage,
+    other: SharedStorage,
+    fast: Option<SharedStorage>,
+    seed: u64,
+) -> CoreResult<(Arc<Native>, Option<Arc<Native>>)> {
+    let medium = medium_of(fast, seed).await?;
+    let native = open_with(&setup.image, image, medium.clone(), None).await?;
+    let other = match setup.other {
+        true => Some(open_with(&other_setup(setup), other, medium, None).await?),
+        false => None,
     };
-    let options = OpenOptions { journal_key: Some(1), fast, ..OpenOptions::default() };
-    Native::open(image, setup.image.below(), options).await
-}
-
-/// One step of a guest.
-async fn step(random: &mut Random, setup: &Setup, disk: &dyn Disk, native: &Native) -> CoreResult<()> {
-    let (size, unit) = (setup.size(), setup.unit());
-    let units = size.div_ceil(unit);
-    let span = |at: u64, len: u64| GuestOffset::new(at).span(len.min(size - at));
-    // Few units, so that they are promoted and written again.
-    let some_unit = |random: &mut Random| random.below(units) * unit;
-    let bytes = |random: &mut Random, len: u64| {
-        let mut bytes = vec![0; usize::try_from(len).unwrap()];
-        random.fill(&mut bytes);
-        Buffer::copy_of(&bytes)
-    };
-    let fua = WriteFlags { fua: random.one_in(12) };
-    if setup.demotes && !random.one_in(4) {
-        let span = span(random.below(3.min(units)) * unit, 4096);
-        return match random.below(4) {
-            0 => disk.write(span.start(), bytes(random, span.len()), fua).await,
-            1 => or_open_without(native.demote(&[span]).await.map(drop)),
-            _ => promote(random, native, span).await,
-        };
-    }
-    match random.below(32) {
-        0..=7 => {
-            let within = 4096 * random.below(unit / 4096);
-            let at = some_unit(random) + if random.one_in(2) { within } else { 0 };
-            let span = span(at.min(size - 512), 4096);
-            disk.write(span.start(), bytes(random, span.len()), fua).await
-        }
-        8..=9 => {
-            let at = random.below(size / 512) * 512;
-            let span = span(at, 512 * (1 + random.below(20)));
-            disk.write(span.start(), bytes(random, span.len()), fua).await
-        }
-        10..=11 => {
-            let span = span(some_unit(random), unit);
-            disk.write(span.start(), bytes(random, span.len()), fua).await
-        }
-        12 => {
-            let span = span(random.below(size / 4096) * 4096, 4096 * (1 + random.below(40)));
-            disk.write_zeroes(span, ZeroFlags { may_unmap: random.one_in(2), ..ZeroFlags::default() }).await
-        }
-        13 => disk.discard(span(some_unit(random), unit * (1 + random.below(2))), fua).await,
-        14..=19 => disk.flush().await,
-        20..=21 => {
-            let span = span(random.below(size / 512) * 512, 1 + random.below(2 * unit));
-            let len = usize::try_from(span.len()).unwrap();
-            disk.read(span.start(), Buffer::for_overwrite(len)).await.map(drop)
-        }
-        22 => {
-            let span = span(some_unit(random), 1 + random.below(2 * unit));
-            or_open_without(native.demote(&[span]).await.map(drop))
-        }
-        _ => {
-            let range = span(some_unit(random), 1 + random.below(3 * unit));
-            promote(random, native, range).await
-        }
-    }
-}
-
-async fn promote(random: &mut Random, native: &Native, range: GuestSpan) -> CoreResult<()> {
-    let reason = *random.pick(&Reason::ALL);
-    let promotion = Promotion { ranges: vec![range], reason, copies_base: random.one_in(2) };
-    or_open_without(native.promote(promotion).await.map(drop))
-}
-
-/// Where the image is open without its medium, there is nothing to do.
-fn or_open_without(done: CoreResult<()>) -> CoreResult<()> {
-    match done {
-        Err(error) if error.kind() == vellum_core::ErrorKind::Unsupported => Ok(()),
-        done => done,
-    }
+    Ok((native, other))
 }
 
 /// Runs a program from these images, on which the guest finds `initial`.
@@ -347,13 +360,15 @@ fn run(setup: &Setup, images: &Images, initial: &Content, seed: u64) -> (Run, Re
     };
     let image = drive(&images.image, &mut random, false);
     let fast = drive(&images.fast, &mut random, true);
+    let other = Drive::from_content(&world, images.other.clone(), DriveOptions::default());
     let oracle = Oracle::new(&world, initial.clone());
     let closes = random.below(4) > 0;
     let outcome = world.run(async {
         let shared = || -> (SharedStorage, SharedStorage) { (image.clone(), fast.clone()) };
         let with = |storage: SharedStorage, is_there: bool| is_there.then_some(storage);
         let is_there = !random.one_in(6);
-        let mut native = open(setup, shared().0, with(shared().1, is_there), seed).await?;
+        let (mut native, mut beside) =
+            open_both(setup, shared().0, other.clone(), with(shared().1, is_there), seed).await?;
         let mut first_error = Ok(());
         if several {
             let mut tasks = Vec::new();
@@ -369,6 +384,17 @@ fn run(setup: &Setup, images: &Images, initial: &Content, seed: u64) -> (Run, Re
                     first_error
                 }));
             }
+            if let Some(other) = beside.clone() {
+                let setup = setup.clone();
+                let mut random = Random::from_seed(seed ^ 0x0751);
+                tasks.push(world.spawn(async move {
+                    let mut first_error = Ok(());
+                    for _ in 0..setup.steps {
+                        first_error = first_error.and(step_of_other(&mut random, &setup, &other).await);
+                    }
+                    first_error
+                }));
+            }
             for task in tasks {
                 first_error = first_error.and(task.await);
             }
@@ -377,13 +403,18 @@ fn run(setup: &Setup, images: &Images, initial: &Content, seed: u64) -> (Run, Re
                 if random.one_in(16) {
                     let closed = oracle.watch(native.clone()).close().await;
                     drop(native);
-                    if closed.is_err() {
-                        return first_error.and(closed);
+                    let closed_beside = close_beside(beside).await;
+                    if closed.is_err() || closed_beside.is_err() {
+                        return first_error.and(closed).and(closed_beside);
                     }
                     let is_there = !random.one_in(4);
                     let seed = seed ^ (number as u64) << 32;
-                    native = open(setup, shared().0, with(shared().1, is_there), seed).await?;
+                    let fast = with(shared().1, is_there);
+                    (native, beside) = open_both(setup, shared().0, other.clone(), fast, seed).await?;
                     continue;
+                }
+                if let (Some(other), true) = (&beside, random.one_in(4)) {
+                    first_error = first_error.and(step_of_other(&mut random, setup, other).await);
                 }
                 let watched = oracle.watch(native.clone());
                 first_error = first_error.and(step(&mut random, setup, &*watched, &native).await);
@@ -391,6 +422,7 @@ fn run(setup: &Setup, images: &Images, initial: &Content, seed: u64) -> (Run, Re
         }
         if closes {
             first_error = first_error.and(oracle.watch(native.clone()).close().await);
+            first_error = first_error.and(close_beside(beside).await);
         }
         first_error
     });
@@ -398,7 +430,14 @@ fn run(setup: &Setup, images: &Images, initial: &Content, seed: u64) -> (Run, Re
         Err(error) if !setup.faults => Err(format!("nothing failed, and yet: {}", error.chain())),
         _ => Ok(()),
     };
-    (Run { image: image.log(), fast: fast.log(), oracle, world }, wrong)
+    (Run { image: image.log(), fast: fast.log(), other: other.log(), oracle, world }, wrong)
+}
+
+async fn close_beside(other: Option<Arc<Native>>) -> CoreResult<()> {
+    match other {
+        Some(other) => other.close().await,
+        None => Ok(()),
+    }
 }
 
 /// Some of what a crash can leave.
@@ -420,7 +459,7 @@ fn images_of(point: &CrashPoint, random: &mut Random, most: usize) -> Vec<Shown>
     } else {
         images.push(point.image_of(0).into());
         images.push(point.image_of(u64::MAX).into());
-        for _ in 0..4 {
+        for _ in 0..2 {
             let one = random.index(count.min(64));
             images.push(point.image_of(1 << one).into());
             images.push(point.image_of(!(1 << one)).into());
@@ -430,9 +469,10 @@ fn images_of(point: &CrashPoint, random: &mut Random, most: usize) -> Vec<Shown>
         }
     }
     if count > 0 {
+        // Other tears are among the random ones.
         let torn = random.index(count);
         let kept = *random.pick(&[0, u64::MAX, random.clone().any()]);
-        images.extend(point.tears(torn, kept).take(512).step_by(41).map(Shown::from));
+        images.extend(point.tears(torn, kept).take(2).map(Shown::from));
     }
     let mut seen = HashSet::new();
     images.retain(|image| seen.insert(image.digest()));
@@ -464,40 +504,93 @@ fn differs(what: &str, a: &Content, b: &Content) -> Result<(), String> {
     Err(format!("{what}: {} sectors differ, from {:?} on", sectors.len(), sectors.first()))
 }
 
+/// What was found.
+struct Found {
+    disk: Content,
+    /// The image after its recovery.
+    image: Content,
+    snapshots: Vec<(String, Content)>,
+}
+
 /// Opens what a crash left, judges what is read, and returns it.
 fn judge(
     setup: &Setup,
     images: &Images,
     expectation: &Expectation,
     counts: &mut Counts,
-) -> Result<Content, String> {
+) -> Result<Found, String> {
     counts.judged += 1;
-    let is_stubborn = images.digest().is_multiple_of(2);
+    let digest = images.digest();
+    let is_stubborn = digest.is_multiple_of(2);
     let (image, fast) = (images.image.medium(is_stubborn), images.fast.medium(is_stubborn));
     let chain = |error: vellum_core::Error| error.chain();
     block_on(async {
-        let both: (SharedStorage, SharedStorage) = (image.clone(), fast.clone());
-        let native = open(setup, both.0, Some(both.1), 3)
+        let medium = medium_of(Some(fast.clone()), 3).await.map_err(chain)?;
+        let native = open_with(&setup.image, image.clone(), medium.clone(), None)
             .await
             .map_err(|error| format!("cannot be opened: {}", error.chain()))?;
         let found = whole(&*native).await?;
         expectation.check(&found).map_err(|violation| violation.to_string())?;
-        counts.fast_units += native.facts().units;
+        let fast_units = native.facts().units;
+        counts.fast_units += fast_units;
+        // Each is read in some states: their reading is not what is new here. It takes an image that was closed.
+        let names: Vec<String> = match setup.snapshots && digest % 8 == 1 {
+            true => native.snapshots().map_err(chain)?.into_iter().map(|snapshot| snapshot.name).collect(),
+            false => Vec::new(),
+        };
+        if !names.is_empty() {
+            native.close().await.map_err(chain)?;
+        }
         drop(native);
         image.lose_cache();
-        // The recovery is done, so nothing but a copy can be read differently.
+        // The recovery is done, so nothing but a copy can be read differently. Where there is none, the image was read.
         let alone: SharedStorage = Medium::new(image.content());
-        let native = open(setup, alone, None, 4).await.map_err(chain)?;
-        differs("the image alone", &found, &whole(&*native).await?)?;
-        Ok(found)
+        if fast_units > 0 || !names.is_empty() {
+            let native = open(setup, alone.clone(), None, 4).await.map_err(chain)?;
+            differs("the image alone", &found, &whole(&*native).await?)?;
+            if !names.is_empty() {
+                native.close().await.map_err(chain)?;
+            }
+        }
+        let mut snapshots = Vec::new();
+        for name in names {
+            counts.snapshots += 1;
+            let read = async |storage: SharedStorage, medium: Option<Arc<FastMedium>>| {
+                let opened =
+                    open_with(&setup.image, storage, medium, Some(name.clone())).await.map_err(chain)?;
+                whole(&*opened).await
+            };
+            let content = read(image.clone(), medium.clone()).await?;
+            differs(&format!("snapshot {name} alone"), &content, &read(alone.clone(), None).await?)?;
+            snapshots.push((name, content));
+        }
+        if setup.other {
+            let of_other = other_setup(setup);
+            let other: SharedStorage = Medium::new(images.other.clone());
+            let opened = open_with(&of_other, other.clone(), medium, None).await.map_err(chain)?;
+            let content = whole(&*opened).await?;
+            drop(opened);
+            let opened = open_with(&of_other, other, None, None).await.map_err(chain)?;
+            differs("the other disk alone", &content, &whole(&*opened).await?)?;
+        }
+        Ok(Found { disk: found, image: image.content(), snapshots })
     })
+}
+
+/// The image as it is after a revert to this snapshot, which was made while nothing had it open.
+fn reverted(image: Content, name: &str) -> Result<Content, String> {
+    let medium = Medium::new(image);
+    let storage: SharedStorage = medium.clone();
+    let done = block_on(FormatKind::Native.format().revert(&storage, name));
+    done.map_err(|error| format!("cannot be reverted to {name}: {}", error.chain()))?;
+    Ok(medium.content())
 }
 
 /// Explores one program, and some that go on after a crash in it.
 pub(crate) fn explore(setup: &Setup, seed: u64, seen: &mut HashSet<u64>) -> Result<Counts, String> {
     let images = begin(setup);
     let mut counts = Counts::default();
-    explore_from(setup, &images, &setup.image.content(), seed, seen, &mut counts, 0)
+    explore_from(setup, &images, &setup.image.content(), seed, seen, &mut counts, &[])
         .map_err(|what| format!("seed {seed} of {}: {what}", setup.name))?;
     Ok(counts)
 }
@@ -509,8 +602,9 @@ fn explore_from(
     seed: u64,
     seen: &mut HashSet<u64>,
     counts: &mut Counts,
-    depth: u32,
+    media_before: &[Shown],
 ) -> Result<(), String> {
+    let depth = media_before.len();
     let (run, wrong) = run(setup, images, initial, seed);
     wrong?;
     counts.programs += 1;
@@ -525,7 +619,7 @@ fn explore_from(
     while positions.len() > most {
         positions.remove(random.index(positions.len()));
     }
-    for position in positions {
+    for position in positions.iter().copied() {
         let expectation: Expectation = run.oracle.expect_at(position);
         let expected = expectation.digest();
         let kinds = [CrashKind::PowerCut, CrashKind::ProcessKill];
@@ -533,18 +627,39 @@ fn explore_from(
             counts.crashes += 1;
             let all = images_of(&run.image.crash(of_image, position), &mut random, 10);
             let fasts = images_of(&run.fast.crash(of_fast, position), &mut random, 6);
+            let other = match setup.other && !random.one_in(4) {
+                true => run.other.crash(CrashKind::ProcessKill, position).image_of(u64::MAX),
+                false => images.other.clone(),
+            };
             for image in all {
                 for number in 0..2 {
-                    let fast = if number == 0 { fasts[0].clone() } else { random.pick(&fasts).clone() };
-                    let left = Images { image: image.clone(), fast };
+                    // What went to the image and was lost may have led to what the medium got later, so of such an image
+                    // only what was there before is another time.
+                    let upto = match of_image == CrashKind::ProcessKill && image.shown.is_none() {
+                        true => run.world.position(),
+                        false => position,
+                    };
+                    let is_put_back =
+                        setup.put_back_one_in > 0 && number > 0 && random.one_in(setup.put_back_one_in);
+                    let (fast, whence) = match number {
+                        _ if is_put_back => {
+                            let before = positions.iter().copied().filter(|other| *other <= upto).collect();
+                            another_time(&run, images, media_before, before, &mut random)
+                        }
+                        0 => (fasts[0].clone(), format!("{of_fast:?}")),
+                        _ => (random.pick(&fasts).clone(), format!("{of_fast:?}")),
+                    };
+                    let left = Images { image: image.clone(), fast, other: other.clone() };
                     let digest = left.digest();
                     if !seen.insert(digest ^ expected.rotate_left(31)) {
                         continue;
                     }
-                    counts.states += u64::from(seen.insert(digest));
+                    let is_new = seen.insert(digest);
+                    counts.states += u64::from(is_new);
+                    counts.put_back += u64::from(is_new && is_put_back);
                     let at = |what: String| {
                         format!(
-                            "depth {depth}, crash at {position:?} ({of_image:?} of the image, {of_fast:?} of the fast medium): {what}"
+                            "depth {depth}, crash at {position:?} ({of_image:?} of the image, {whence} of the fast medium): {what}"
                         )
                     };
                     let found = judge(setup, &left, &expectation, counts).map_err(|what| {
@@ -558,7 +673,15 @@ fn explore_from(
                     if goes_on {
                         counts.nested += 1;
                         let shorter = Setup { steps: setup.steps / 2, ..setup.clone() };
-                        explore_from(&shorter, &left, &found, random.any(), seen, counts, depth + 1)
+                        let mut before = media_before.to_vec();
+                        before.push(random.pick(&fasts).clone());
+                        let (mut left, mut initial) = (left, found.disk);
+                        if let (Some((name, content)), true) = (found.snapshots.first(), random.one_in(2)) {
+                            counts.reverted += 1;
+                            left.image = reverted(found.image, name).map_err(at)?.into();
+                            initial = content.clone();
+                        }
+                        explore_from(&shorter, &left, &initial, random.any(), seen, counts, &before)
                             .map_err(at)?;
                     }
                 }
@@ -566,4 +689,29 @@ fn explore_from(
         }
     }
     Ok(())
+}
+
+/// A copy of the medium that was made at the beginning, at some of these positions, or in a program before this one: what
+/// the host showed then.
+fn another_time(
+    run: &Run,
+    images: &Images,
+    media_before: &[Shown],
+    positions: Vec<Position>,
+    random: &mut Random,
+) -> (Shown, String) {
+    match random.below(6) {
+        0 => (images.fast.clone(), "the beginning".to_owned()),
+        1 if !media_before.is_empty() => {
+            let program = random.index(media_before.len());
+            (media_before[program].clone(), format!("the end of program {program}"))
+        }
+        _ => {
+            let position = *random.pick(&positions);
+            let point = run.fast.crash(CrashKind::ProcessKill, position);
+            let left = images_of(&point, random, 4);
+            let Shown { content, shown } = random.pick(&left).clone();
+            (shown.unwrap_or(content).into(), format!("a copy at {position:?}"))
+        }
+    }
 }

@@ -11,7 +11,8 @@ use crate::trials::{
     Both, UNIT, UNITS, a_copy_of_an_image_in_use_does_not_read_what_was_promoted_later,
     a_copy_of_the_image_does_not_read_the_copies_of_the_original,
     a_medium_that_has_forgotten_is_not_believed, a_slot_that_is_written_again_has_no_entry_meanwhile,
-    an_earlier_promotion_does_not_come_back, another_disk_does_not_read_what_its_row_had_before, chain,
+    a_unit_that_was_written_while_its_entry_was_lost_stays_written, an_earlier_promotion_does_not_come_back,
+    another_disk_does_not_read_what_its_row_had_before, chain,
     damaged_entries_do_not_bring_an_earlier_promotion_back, ensure, promote, put, reads, unit_span,
     what_another_disk_promotes_brings_no_old_copies_back, what_was_void_stays_void,
 };
@@ -31,6 +32,7 @@ fn copies_that_are_put_back_and_damaged_entries() {
     another_disk_does_not_read_what_its_row_had_before().unwrap();
     what_another_disk_promotes_brings_no_old_copies_back().unwrap();
     a_slot_that_is_written_again_has_no_entry_meanwhile().unwrap();
+    a_unit_that_was_written_while_its_entry_was_lost_stays_written().unwrap();
 }
 
 fn writes_of(drive: &Drive) -> usize {

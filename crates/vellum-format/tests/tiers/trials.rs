@@ -329,6 +329,50 @@ pub(crate) fn damaged_entries_do_not_bring_an_earlier_promotion_back() -> Trial 
     })
 }
 
+/// What the medium says of a unit cannot be read in one opening, and can in the next.
+pub(crate) fn a_unit_that_was_written_while_its_entry_was_lost_stays_written() -> Trial {
+    for how in ["written", "zeroed", "discarded", "taken back"] {
+        let both = Both::new();
+        both.world.run(async {
+            let disk = both.open(1).await?;
+            put(&disk, 0, 1).await?;
+            promote(&disk, 0).await?;
+            disk.close().await.map_err(chain)?;
+            drop(disk);
+            let disk = both.open_on(both.image.clone(), Some(both.damage_entries()), 2).await?;
+            ensure(disk.facts().units == 0, "nothing is known of it")?;
+            reads(&disk, 0, 1, "from the image").await?;
+            let expected = match how {
+                "written" => {
+                    put(&disk, 0, 2).await?;
+                    2
+                }
+                "zeroed" => {
+                    let how = vellum_core::ZeroFlags::default();
+                    disk.write_zeroes(unit_span(0), how).await.map_err(chain)?;
+                    0
+                }
+                "discarded" => {
+                    disk.discard(unit_span(0), WriteFlags::default()).await.map_err(chain)?;
+                    get(&disk, 0).await?
+                }
+                _ => {
+                    ensure(disk.demote(&[unit_span(0)]).await.map_err(chain)? == 0, "it was not there")?;
+                    1
+                }
+            };
+            disk.close().await.map_err(chain)?;
+            drop(disk);
+            let disk = both.open(3).await?;
+            reads(&disk, 0, expected, &format!("after it was {how}")).await?;
+            ensure(disk.facts().units == 0, format!("the copy counts after it was {how}"))?;
+            promote(&disk, 0).await?;
+            reads(&disk, 0, expected, "from the new copy").await
+        })?;
+    }
+    Ok(())
+}
+
 /// The row of a disk that was detached is another disk's now, of which entries are lost.
 pub(crate) fn another_disk_does_not_read_what_its_row_had_before() -> Trial {
     let both = Both::new();

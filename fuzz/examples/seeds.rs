@@ -57,6 +57,17 @@ fn main() -> io::Result<()> {
             [&[which, 0, 15, 4, 1, 0, 0, 0, 28, 6, 1, 3, 0][..], &[0, 168, 8, 3, 0, 0, 0, 9]].concat();
         write(&root.join("guest_files"), &format!("pokes-{which}"), &pokes)?;
     }
+    for which in 3..5_u8 {
+        write(&root.join("guest_files"), &format!("sample-{which}"), &[which])?;
+        // The size of a directory, a root's levels, a block of extents, and the first record of the log.
+        let pokes = [
+            &[which, 0, 0x11, 0x3f, 0, 8][..],
+            &[0, 0x12, 0xb0, 1, 0, 2],
+            &[0, 0x1c, 0x07, 0, 9],
+            &[0, 0xa0, 0x2b, 0, 2],
+        ];
+        write(&root.join("guest_files"), &format!("pokes-{which}"), &pokes.concat())?;
+    }
     for sample in vellum_foreign::samples::samples() {
         let target = root.join(format!("foreign_{:?}", sample.kind).to_lowercase());
         let name = sample.name.replace([' ', ','], "-");

@@ -18,10 +18,12 @@ pub fn guest_files(data: &[u8]) {
     let Some((which, mut rest)) = data.split_first() else { return };
     let mut disk = match which {
         0xff => rest.to_vec(),
-        which => match which % 3 {
+        which => match which % 5 {
             0 => samples::ext(false),
             1 => samples::ext(true),
-            _ => samples::partitioned(),
+            2 => samples::partitioned(),
+            3 => samples::xfs(false),
+            _ => samples::xfs(true),
         },
     };
     if *which != 0xff {

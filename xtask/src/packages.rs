@@ -24,7 +24,7 @@ enum Need {
 
 use Need::{Program, Python};
 
-const WANTS: [Want; 27] = [
+const WANTS: [Want; 28] = [
     want(Program("qemu-img"), "qemu-utils", "the other opinion on images: check, compare, convert"),
     want(Program("qemu-io"), "qemu-utils", "writes what is read here, and reads what is written here"),
     want(Program("qemu-system-x86_64"), "qemu-system-x86", "boots a guest from a served clone"),
@@ -36,6 +36,7 @@ const WANTS: [Want; 27] = [
     want(Program("mkfs.ext4"), "e2fsprogs", "the root file system of the guest"),
     want(Program("debugfs"), "e2fsprogs", "reads what the guest wrote without mounting it"),
     want(Program("mkfs.xfs"), "xfsprogs", "a second file system to put images on"),
+    want(Program("xfs_db"), "xfsprogs", "says where a guest's files are"),
     want(Program("btrfs"), "btrfs-progs", "a third one, on a disk that is served as a file"),
     want(Python("sqlite3"), "libpython3-stdlib", "a database on such a file system"),
     want(Program("busybox"), "busybox-static", "the programs of the guest"),

@@ -342,7 +342,7 @@ fn in_volume(volume: &Volume) -> String {
 async fn volume_of(disk: &dyn Disk, volumes: &[Volume], pin: &Pin) -> Result<Option<Volume>> {
     let known: Vec<&Volume> = volumes
         .iter()
-        .filter(|volume| volume.kind == VolumeKind::Ext)
+        .filter(|volume| volume.kind != VolumeKind::Other)
         .filter(|volume| pin.partition.is_none() || volume.partition == pin.partition)
         .collect();
     if known.is_empty() {
@@ -351,7 +351,7 @@ async fn volume_of(disk: &dyn Disk, volumes: &[Volume], pin: &Pin) -> Result<Opt
             None => "the guest's disk has".to_owned(),
         };
         return Err(Error::unsupported(format!(
-            "{where_to} no file system that is read here (ext2, ext3 or ext4, not on LVM and not encrypted): \
+            "{where_to} no file system that is read here (ext2, ext3, ext4 or XFS, not on LVM and not encrypted): \
              use `vellum tier promote --range`"
         )));
     }
@@ -491,9 +491,9 @@ pub(crate) async fn find_by_times(disk: &dyn Disk, times: FileTimes) -> Result<W
     let mut is_wanted =
         |file: &FileFacts| file.modified <= written_by && file.accessed >= read_since && file.bytes > 0;
     let volumes = look(disk).await.context(|| "can't read the partitions of the guest")?;
-    let known: Vec<&Volume> = volumes.iter().filter(|volume| volume.kind == VolumeKind::Ext).collect();
+    let known: Vec<&Volume> = volumes.iter().filter(|volume| volume.kind != VolumeKind::Other).collect();
     if known.is_empty() {
-        let why = "the guest's disk has no file system that is read here (ext2, ext3 or ext4, not on LVM and not encrypted)";
+        let why = "the guest's disk has no file system that is read here (ext2, ext3, ext4 or XFS, not on LVM and not encrypted)";
         return Err(Error::unsupported(why));
     }
     let mut wanted = Wanted::default();

@@ -28,3 +28,7 @@ pub(crate) fn be16(bytes: &[u8], offset: usize) -> u16 {
 pub(crate) fn be32(bytes: &[u8], offset: usize) -> u32 {
     u32::from_be_bytes(at(bytes, offset))
 }
+
+pub(crate) fn be64(bytes: &[u8], offset: usize) -> u64 {
+    u64::from_be_bytes(at(bytes, offset))
+}

@@ -6,10 +6,11 @@
 //!                     ▼
 //!                   walk ─► spans    the directories below the paths; each wanted file's bytes on the disk
 //!                     │
-//!                     └─ ext         superblock, groups, inodes, extents, directories; journal replayed in memory
+//!                     ├─ ext         superblock, groups, inodes, extents, directories; journal replayed in memory
+//!                     └─ xfs         the same of XFS; a log with changes is refused
 //! ```
 //!
-//! The guest is not asked, and nothing is written. Crates that read ext4 give the bytes of files, not their places, which
+//! The guest is not asked, and nothing is written. Crates that read ext4 or XFS give the bytes of files, not their places, which
 //! are all that is wanted here.
 //!
 //! 1. The disk is untrusted: the guest writes it. No memory is allocated in proportion to a number that it states. Work is
@@ -19,7 +20,7 @@
 //!    nothing behind the file's end.
 //! 3. What is not understood is refused by name.
 //!
-//! Left out: file systems other than ext2, ext3 and ext4; file systems on LVM, RAID, or encrypted partitions; mounts (each
+//! Left out: file systems other than ext2, ext3, ext4 and XFS; file systems on LVM, RAID, or encrypted partitions; mounts (each
 //! file system has its own paths); checksums of metadata, which a wrong answer here does not need: it moves copies.
 
 #![forbid(unsafe_code)]
@@ -33,6 +34,7 @@ mod pieces;
 #[doc(hidden)]
 pub mod samples;
 mod walk;
+mod xfs;
 
 pub use file::FileFacts;
 pub use partitions::{Volume, VolumeKind, look};

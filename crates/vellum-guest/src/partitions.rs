@@ -15,6 +15,7 @@ use vellum_core::{Disk, Error, GuestOffset, GuestSpan, Result};
 use crate::bytes::{le16, le32, le64};
 use crate::ext::is_ext;
 use crate::pieces::Pieces;
+use crate::xfs::is_xfs;
 
 const SECTOR: u64 = 512;
 /// Partitions of a table, at most.
@@ -27,6 +28,8 @@ const FIRST_LOGICAL: u32 = 5;
 pub enum VolumeKind {
     /// ext2, ext3 or ext4.
     Ext,
+    /// XFS.
+    Xfs,
     /// One that is not read here.
     Other,
 }
@@ -64,7 +67,11 @@ async fn kind_of(disk: &dyn Disk, span: GuestSpan) -> Result<VolumeKind> {
         return Ok(VolumeKind::Other);
     }
     let bytes = Pieces::new(disk, span).read(0, 4096).await?;
-    Ok(if is_ext(&bytes) { VolumeKind::Ext } else { VolumeKind::Other })
+    Ok(match () {
+        () if is_ext(&bytes) => VolumeKind::Ext,
+        () if is_xfs(&bytes) => VolumeKind::Xfs,
+        () => VolumeKind::Other,
+    })
 }
 
 async fn partitions(disk: &dyn Disk, whole: GuestSpan) -> Result<Vec<(u32, GuestSpan)>> {

@@ -8,10 +8,11 @@ use std::collections::HashSet;
 
 use vellum_core::{Context, Disk, Error, ErrorKind, GuestSpan, Result};
 
-use crate::ext::{Ext, Node};
+use crate::ext::{self, Ext};
 use crate::file::{FileFacts, FileKind};
 use crate::partitions::{Volume, VolumeKind};
 use crate::pieces::Pieces;
+use crate::xfs::{self, Xfs};
 
 /// Files and directories that are looked at, at most.
 pub const FILES_MAX: usize = 4 << 20;
@@ -31,11 +32,91 @@ pub struct Found {
     pub others: u64,
 }
 
-async fn open<'a>(disk: &'a dyn Disk, volume: &Volume) -> Result<Ext<'a>> {
+/// A file system.
+enum System<'a> {
+    Ext(Ext<'a>),
+    Xfs(Xfs<'a>),
+}
+
+/// What a name leads to.
+enum Node {
+    Ext(ext::Node),
+    Xfs(xfs::Node),
+}
+
+impl Node {
+    fn number(&self) -> u64 {
+        match self {
+            Self::Ext(node) => node.number,
+            Self::Xfs(node) => node.number,
+        }
+    }
+
+    fn kind(&self) -> FileKind {
+        match self {
+            Self::Ext(node) => node.kind,
+            Self::Xfs(node) => node.kind,
+        }
+    }
+
+    fn facts(&self) -> FileFacts {
+        match self {
+            Self::Ext(node) => node.facts,
+            Self::Xfs(node) => node.facts,
+        }
+    }
+}
+
+impl System<'_> {
+    fn root(&self) -> u64 {
+        match self {
+            Self::Ext(system) => system.root(),
+            Self::Xfs(system) => system.root(),
+        }
+    }
+
+    async fn node(&self, number: u64) -> Result<Node> {
+        match self {
+            Self::Ext(system) => system.node(number).await.map(Node::Ext),
+            Self::Xfs(system) => system.node(number).await.map(Node::Xfs),
+        }
+    }
+
+    async fn entries(&self, node: &Node, visit: &mut dyn FnMut(&[u8], u64) -> bool) -> Result<()> {
+        match (self, node) {
+            (Self::Ext(system), Node::Ext(node)) => system.entries(node, visit).await,
+            (Self::Xfs(system), Node::Xfs(node)) => system.entries(node, visit).await,
+            _ => Err(foreign()),
+        }
+    }
+
+    async fn link(&self, node: &Node) -> Result<Vec<u8>> {
+        match (self, node) {
+            (Self::Ext(system), Node::Ext(node)) => system.link(node).await,
+            (Self::Xfs(system), Node::Xfs(node)) => system.link(node).await,
+            _ => Err(foreign()),
+        }
+    }
+
+    async fn runs(&self, node: &Node, add: &mut dyn FnMut(u64, u64) -> Result<()>) -> Result<()> {
+        match (self, node) {
+            (Self::Ext(system), Node::Ext(node)) => system.runs(node, add).await,
+            (Self::Xfs(system), Node::Xfs(node)) => system.runs(node, add).await,
+            _ => Err(foreign()),
+        }
+    }
+}
+
+fn foreign() -> Error {
+    Error::invalid("a file of another file system")
+}
+
+async fn open<'a>(disk: &'a dyn Disk, volume: &Volume) -> Result<System<'a>> {
     match volume.kind {
-        VolumeKind::Ext => Ext::open(Pieces::new(disk, volume.span)).await,
+        VolumeKind::Ext => Ext::open(Pieces::new(disk, volume.span)).await.map(System::Ext),
+        VolumeKind::Xfs => Xfs::open(Pieces::new(disk, volume.span)).await.map(System::Xfs),
         VolumeKind::Other => {
-            Err(Error::unsupported("it has no file system that is read here: ext2, ext3, ext4"))
+            Err(Error::unsupported("it has no file system that is read here: ext2, ext3, ext4, XFS"))
         }
     }
 }
@@ -75,7 +156,7 @@ pub async fn find_files(
 }
 
 /// What a path leads to.
-async fn resolve(system: &Ext<'_>, path: &str) -> Result<Node> {
+async fn resolve(system: &System<'_>, path: &str) -> Result<Node> {
     let missing = || Error::new(ErrorKind::NotFound, format!("{path} does not exist there"));
     if !path.starts_with('/') || path.len() > PATH_MAX {
         return Err(Error::invalid(format!("{path}: a path in the guest begins with a slash")));
@@ -93,7 +174,7 @@ async fn resolve(system: &Ext<'_>, path: &str) -> Result<Node> {
             continue;
         }
         let here = way.last().expect("the root stays");
-        if here.kind != FileKind::Directory {
+        if here.kind() != FileKind::Directory {
             return Err(missing());
         }
         let mut number = None;
@@ -105,7 +186,7 @@ async fn resolve(system: &Ext<'_>, path: &str) -> Result<Node> {
         };
         system.entries(here, &mut look).await.context(|| path.to_owned())?;
         let node = system.node(number.ok_or_else(missing)?).await?;
-        if node.kind != FileKind::Link {
+        if node.kind() != FileKind::Link {
             way.push(node);
             continue;
         }
@@ -126,20 +207,20 @@ async fn resolve(system: &Ext<'_>, path: &str) -> Result<Node> {
 }
 
 async fn below(
-    system: &Ext<'_>,
+    system: &System<'_>,
     volume: GuestSpan,
     top: Node,
     wanted: &mut dyn FnMut(&FileFacts) -> bool,
     seen: &mut HashSet<u64>,
     found: &mut Found,
 ) -> Result<()> {
-    let mut next = vec![top.number];
+    let mut next = vec![top.number()];
     while let Some(number) = next.pop() {
         if !seen.insert(number) {
             continue;
         }
         let node = system.node(number).await?;
-        match node.kind {
+        match node.kind() {
             FileKind::Directory => {
                 let mut add = |_: &[u8], inode| {
                     if !seen.contains(&inode) {
@@ -149,7 +230,7 @@ async fn below(
                 };
                 system.entries(&node, &mut add).await?;
             }
-            FileKind::File if wanted(&node.facts) => {
+            FileKind::File if wanted(&node.facts()) => {
                 found.files += 1;
                 let mut add = |at: u64, len: u64| {
                     let start = volume.start() + at;

@@ -39,3 +39,37 @@ fn a_file_system_that_was_made_by_hand_is_read() {
         });
     }
 }
+
+#[test]
+fn a_file_system_of_xfs_that_was_made_by_hand_is_read() {
+    for is_v5 in [false, true] {
+        let image = samples::xfs(is_v5);
+        let disk = MemoryDisk::holding(&image);
+        block_on(async {
+            let volume = look(&*disk).await.expect("its volumes")[0];
+            assert_eq!(volume.kind, VolumeKind::Xfs);
+            let spans = async |path: &str| {
+                let found = find_files(&*disk, &volume, &[path.to_owned()], &mut |_| true).await.expect(path);
+                let of = |span: &vellum_core::GuestSpan| (span.start().bytes(), span.len());
+                (found.files, found.spans.iter().map(of).collect::<Vec<_>>())
+            };
+            let file = vec![(20 * KIB, 2 * KIB), (30 * KIB, KIB + 100)];
+            assert_eq!(spans("/d/f").await, (1, file.clone()));
+            assert_eq!(spans("/link/../link").await, (1, file), "two names, one file");
+            assert_eq!(spans("/old").await, (1, vec![(10 * KIB, KIB), (12 * KIB, KIB)]));
+            assert_eq!(spans("/").await.0, 2);
+            assert!(!has_path(&*disk, &volume, "/d/none").await.expect("it is read"));
+            assert!(has_path(&*disk, &volume, "/d/the same").await.expect("it is read"));
+        });
+        // A log whose last record is no unmount, one that has another record behind it, and one that was never written.
+        for (at, value, is_read) in [(512 + 9, 0, false), (43, 2, false), (1024 + 3, 1, false), (3, 0, false)]
+        {
+            let mut image = image.clone();
+            image[40 * 1024 + at] = value;
+            let disk = MemoryDisk::holding(&image);
+            let volume = block_on(look(&*disk)).expect("its volumes")[0];
+            let found = block_on(has_path(&*disk, &volume, "/d"));
+            assert_eq!(found.is_ok(), is_read, "{at}");
+        }
+    }
+}

@@ -153,7 +153,7 @@ struct StatusArgs {
 /// running server is changed while it is served.
 ///
 /// With --old-mtime and --recent-atime, the parts are those that hold bytes of files which the guest wrote long ago and has
-/// read lately, as its file system says (ext2, ext3, ext4). A guest that mounts with noatime does not record what it reads.
+/// read lately, as its file system says (ext2, ext3, ext4, XFS). A guest that mounts with noatime does not record what it reads.
 #[derive(clap::Args)]
 struct PromoteArgs {
     /// A part of the disk, such as 1G+64M; may be given several times

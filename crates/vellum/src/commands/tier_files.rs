@@ -14,7 +14,7 @@ use crate::output::{human_bytes, say};
 /// Keep files of the guest on the fast medium
 ///
 /// Each unit of the image that holds bytes of a file at one of the paths, or below it, is promoted. Where the files are, is
-/// read from the guest's file system (ext2, ext3 or ext4, on a partition or on the whole disk), without the guest: a disk of
+/// read from the guest's file system (ext2, ext3, ext4 or XFS, on a partition or on the whole disk), without the guest: a disk of
 /// a running server is read from a snapshot, which is deleted again.
 ///
 /// Pins are kept in a file beside the image (DISK.pins). Files that the guest writes go back to the image, and new ones are

@@ -23,7 +23,7 @@ use super::samples::{
     snapped, used,
 };
 
-fn directory() -> PathBuf {
+pub fn directory() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
 }
 
@@ -82,22 +82,23 @@ fn images() -> Vec<(String, Vec<u8>)> {
         (121..).zip(kinds()).filter(|(_, (name, _))| ["table", "zoned-base"].contains(name))
     {
         let (image, _) = used(&options, seed, 40, true);
-        images.push((format!("{name}-fast"), with_fast(&image, true)));
+        images.push((format!("{name}-fast"), with_fast(&image, true).0));
         let (image, _) = used(&options, seed, 40, true);
-        images.push((format!("{name}-fast-not-closed"), with_fast(&image, false)));
+        images.push((format!("{name}-fast-not-closed"), with_fast(&image, false).0));
     }
     images
 }
 
-fn fast_id() -> FastId {
+pub fn fast_id() -> FastId {
     FastId::new(*b"golden fast one!").expect("it is not zero")
 }
 
-/// The image, with all of its units on a fast medium but one, which was written since.
-fn with_fast(image: &Arc<MemoryStorage>, closes: bool) -> Vec<u8> {
+/// The image, with all of its units on a fast medium but one, which was written since; and the medium.
+pub fn with_fast(image: &Arc<MemoryStorage>, closes: bool) -> (Vec<u8>, Vec<u8>) {
+    let medium = MemoryStorage::new("fast");
     block_on(async {
         let shared: SharedStorage = image.clone();
-        let fast: SharedStorage = MemoryStorage::new("fast");
+        let fast: SharedStorage = medium.clone();
         create_fast(&fast, 64 << 20, fast_id()).await.expect("it is made");
         let medium = FastMedium::open(fast, Random::from_seed(1)).await.expect("it opens");
         let uuid = FormatKind::Native.format().read(&*shared).await.expect("a superblock").uuid();
@@ -116,7 +117,7 @@ fn with_fast(image: &Arc<MemoryStorage>, closes: bool) -> Vec<u8> {
             disk.close().await.expect("closed");
         }
     });
-    image.content().to_vec()
+    (image.content().to_vec(), medium.content().to_vec())
 }
 
 fn session(name: &str) -> Option<Session> {

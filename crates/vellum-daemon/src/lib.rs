@@ -78,7 +78,7 @@ pub use grow::GrowHook;
 pub use host::{Host, HostOptions, Pool};
 pub use image::{ImageOptions, open_image};
 pub use notify::NotifySocket;
-pub use rights::SocketRights;
+pub use rights::{SocketRights, identity_of};
 pub use serve::serve;
 pub use served::prefetch_limits;
 pub use spec::{
@@ -86,6 +86,7 @@ pub use spec::{
     VhostSpec,
 };
 pub use tls::TlsFiles;
+pub use window::Part;
 
 // The types of the crates below that callers give to these functions and get from them.
 pub use vellum_export::nbd::SessionLimits;
@@ -100,8 +101,12 @@ pub use vellum_format::report::{CheckReport, JournalChange, Recovered, Recovery,
 pub use vellum_format::session::{CacheId, Session};
 pub use vellum_format::zeros::Zeros;
 pub use vellum_format::{ForeignKind, FormatKind, Prealloc};
-pub use vellum_io::{Address, IoMode, PassedSocket, PassedTo, run};
+pub use vellum_io::{
+    Address, Identity, IoMode, Output, PassedSocket, PassedTo, close_output, leave_session, lock_pid_file,
+    run,
+};
 pub use vellum_layer::hydrate::trace::{TRACE_BYTES_MAX, Trace};
 pub use vellum_layer::hydrate::{PrefetchLimits, Run};
 pub use vellum_layer::valve::RateLimits;
+pub use vellum_layer::{DiscardMode, SparseMode, ZeroDetection};
 pub use vellum_remote::{end_programs, wait_for_closed};

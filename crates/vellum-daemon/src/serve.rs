@@ -14,13 +14,16 @@ use crate::server;
 use crate::spec::{Ready, Report, ServeSpec};
 use crate::stats::look_at_target;
 
-/// Serves until a signal comes. `ready` is called once clients can connect.
+/// Serves until a signal comes. `ready` is called once clients can connect; if it fails, the server ends.
 ///
 /// # Errors
 /// Why it cannot start, or the error of a disk when it was closed: then flushed data is safe, and the error
 /// says what is not. Disks that do not end are named; their workers are abandoned, and the process should
 /// end.
-pub fn serve(spec: ServeSpec, ready: impl FnOnce(Ready<'_>) + Send + 'static) -> Result<Report> {
+pub fn serve(
+    spec: ServeSpec,
+    ready: impl FnOnce(Ready<'_>) -> Result<()> + Send + 'static,
+) -> Result<Report> {
     spec.session_limits.check()?;
     if let Some(path) = &spec.stats_path {
         look_at_target(path)?;

@@ -15,6 +15,7 @@
 //! 5. Each disk ends independently: its sessions, then its background task, then the image. None waits for
 //!    another.
 
+mod behind;
 mod clones;
 mod disks;
 mod flashed;
@@ -52,16 +53,17 @@ use vellum_format::image::{Snapshot, SnapshotSupport, Snapshots};
 use vellum_io::{WorkersHandle, clock, unblock};
 use vellum_layer::hydrate::{CopyMemory, FillerTurns, HydrationControl, Tap};
 use vellum_layer::valve::{Hold, State};
-use vellum_layer::{Chain, Durable, Member, Templates, Valve};
+use vellum_layer::{Chain, Member, SparseMode, Templates, Valve};
 
 use crate::control::SnapshotFacts;
 use crate::flash::{FlashStats, HostFlash};
 use crate::grow::{GrowHook, Growing};
 use crate::host::canonical_path;
 use crate::image::ImageOptions;
-use crate::meter::{LONG, Metered, Record};
+use crate::meter::{LONG, Record};
 use crate::spec::{ExportSpec, HydrationSpec, ReadyDisk};
 use crate::stats::DiskStats;
+use behind::behind_valve;
 pub(crate) use disks::{Disks, Opening};
 use gone::Gone;
 pub use hydrating::prefetch_limits;
@@ -70,6 +72,8 @@ use life::{Life, Stage, Step};
 pub(crate) use steer::Wish;
 use tending::Tending;
 use tiered::Tiering;
+
+use crate::window::Part;
 
 /// How long the requests that are under way may take before a disk is exchanged, and the flush before it is removed.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
@@ -85,6 +89,10 @@ pub(crate) struct How {
     pub(crate) is_durable: bool,
     /// Requests that find no space wait for some.
     pub(crate) holds_when_full: bool,
+    /// What becomes of discards, and of zeros that are written.
+    pub(crate) sparse: SparseMode,
+    /// The part of the disk that guests see; all of it by default.
+    pub(crate) part: Option<Part>,
     /// The longest wait for requests before a disk is exchanged, and for the flush before it is removed.
     pub(crate) patience: Duration,
     /// The images that the disks stand on.
@@ -209,6 +217,10 @@ impl Served {
         chain: Chain,
     ) -> Result<Arc<Self>> {
         let export = &group.exports[0];
+        if let Some(Err(error)) = how.part.map(|part| part.check(chain.disk().geometry().size)) {
+            chain.close().await?;
+            return Err(error.context(format!("can't serve {}", export.path.display())));
+        }
         let record = Record::new(export.path.display().to_string(), clock(), how.holds_when_full);
         if let Some(flash) = &how.flash {
             record.flash.get_or_init(|| flash.clone());
@@ -665,24 +677,6 @@ const ENDING_EVERY: Duration = Duration::from_millis(5);
 
 fn reads_a_snapshot(chain: &Chain) -> bool {
     chain.top().opened.snapshots.as_ref().is_some_and(|snapshots| snapshots.has_open())
-}
-
-/// The disk on top of a chain as it is served, and the task that enlarges its device.
-async fn behind_valve(
-    chain: &Chain,
-    path: &Path,
-    how: &How,
-    record: &Arc<Record>,
-    is_barred: bool,
-) -> (SharedDisk, Option<Arc<Growing>>) {
-    let growing = Growing::over(chain.disk(), path.display().to_string(), how.grow_hook.clone()).await;
-    let disk: SharedDisk = match &growing {
-        Some(growing) => growing.clone(),
-        None => chain.disk().clone(),
-    };
-    let disk = hand_over::barred(chain, disk, is_barred);
-    let disk = if how.is_durable { Durable::over(disk) } else { disk };
-    (Metered::new(disk, record.clone()), growing)
 }
 
 /// A name that is being removed. If that is interrupted, or refused, it stays.

@@ -115,7 +115,7 @@ struct BadEnd {
 pub(crate) async fn run(
     spec: ServeSpec,
     workers: WorkersHandle,
-    ready: impl FnOnce(Ready<'_>),
+    ready: impl FnOnce(Ready<'_>) -> Result<()>,
 ) -> (Result<Report>, bool) {
     // Signals first: one that comes while images are opened is not lost.
     let signals = Signals::new(&[
@@ -195,6 +195,8 @@ impl Server {
             is_steered: spec.control_path.is_some(),
             is_durable: spec.durable,
             holds_when_full: spec.hold_when_full,
+            sparse: spec.sparse,
+            part: spec.part,
             patience: PATIENCE,
             templates: Arc::default(),
             copy_memory: Arc::default(),
@@ -208,6 +210,7 @@ impl Server {
         let devices = Devices::new(&workers, &exports, spec.rights.clone());
         let (shutdown, seats) = (Shutdown::new(), Seats::new(&spec, &disks));
         let clients = seats.clients().clone();
+        spec.connections_at_once.into_iter().for_each(|most| clients.admit_at_most(most));
         let door = Door {
             bolt: Bolt::default(),
             exports: exports.clone(),
@@ -254,7 +257,7 @@ impl Server {
     async fn run(
         &mut self,
         signals: &mut Signals,
-        ready: impl FnOnce(Ready<'_>),
+        ready: impl FnOnce(Ready<'_>) -> Result<()>,
         reporting: &mut Option<Reporting>,
     ) -> Result<Option<Signal>> {
         let (ears, drain_time) = (self.ears(), self.spec.drain_time);
@@ -287,11 +290,19 @@ impl Server {
         let (disks, exports) = (self.disks.clone(), self.exports.clone());
         *reporting = self.spec.stats_path.clone().map(|path| Reporting::begin(disks, exports, path));
         let disks: Vec<_> = self.disks.all().iter().map(|disk| disk.introduction()).collect();
-        ready(Ready { addresses: &addresses, blocks: &self.blocks.paths(), disks: &disks });
+        ready(Ready { addresses: &addresses, blocks: &self.blocks.paths(), disks: &disks })?;
         self.telling =
             self.spec.notify.clone().map(|manager| spawn_local(async move { manager.is_ready().await }));
         let signal = async { ears.asked_to_end(signals).await.map(Some) };
-        or(signal, self.unused(addresses.is_empty())).await
+        let (ends_with_clients, clients) = (self.spec.ends_with_clients, self.clients.clone());
+        let deserted = async move {
+            match ends_with_clients {
+                true => clients.deserted().await,
+                false => std::future::pending().await,
+            }
+            Ok(None)
+        };
+        or(signal, or(deserted, self.unused(addresses.is_empty()))).await
     }
 
     /// Opens the images. Each is served as soon as it is open.

@@ -12,6 +12,7 @@ use vellum_export::vhost::QUEUES_MAX;
 use vellum_flash::FlashPolicy;
 use vellum_format::FormatKind;
 use vellum_io::{Address, IoMode, PassedSocket, Signal};
+use vellum_layer::SparseMode;
 use vellum_layer::hydrate::{PrefetchLimits, Run};
 use vellum_layer::valve::RateLimits;
 
@@ -22,6 +23,7 @@ use crate::notify::NotifySocket;
 use crate::rights::SocketRights;
 use crate::stats::Stats;
 use crate::tls::TlsFiles;
+use crate::window::Part;
 
 /// A disk to be served, and under which name.
 #[derive(Debug, Clone)]
@@ -130,6 +132,14 @@ pub struct ServeSpec {
     pub durable: bool,
     /// Requests that find no space wait for some instead of failing.
     pub hold_when_full: bool,
+    /// What becomes of discards, and of zeros that are written.
+    pub sparse: SparseMode,
+    /// The part of each disk that guests see; all of it by default.
+    pub part: Option<Part>,
+    /// At most this many NBD connections are accepted at once; the next ones wait until one has ended.
+    pub connections_at_once: Option<usize>,
+    /// It ends when the last NBD client that had an export has left.
+    pub ends_with_clients: bool,
     /// Nothing is served unless every image can be opened.
     pub require_all: bool,
     /// What the files of sockets get.
@@ -262,7 +272,7 @@ pub struct Report {
     /// What was counted, taken after everything was closed.
     pub stats: Stats,
     /// The signal that ended it; `None` if its files were unmounted, or its block devices removed, and there
-    /// was nothing else to serve.
+    /// was nothing else to serve, or if it was to end with its last client.
     pub signal: Option<Signal>,
 }
 

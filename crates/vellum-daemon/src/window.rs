@@ -1,20 +1,56 @@
-//! A part of a disk as a disk of its own, which is only read.
+//! A part of a disk as a disk of its own. One that is copied is only read, and stays open when the window is closed; one
+//! that is served is written through its window, and closed with it.
 //!
 //! ```text
-//!   the disk    │ … skipped … │ the window      │ … not copied … │
-//!   the window                0                 size
+//!   the disk    │ … left out … │ the window      │ … left out … │
+//!   the window                 0                 size
 //! ```
 
+use std::sync::Arc;
+use std::time::Duration;
+
 use vellum_core::{
-    Buffer, Disk, Error, ErrorKind, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, MergedExtent,
-    PlaceKind, Result, SharedDisk, WriteFlags, ZeroFlags,
+    BlockSize, Buffer, Disk, Error, ErrorKind, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, Losses,
+    MergedExtent, PlaceKind, Result, Room, SharedDisk, WriteFlags, ZeroFlags,
 };
+
+/// Which part of a disk is served.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Part {
+    /// Where it begins, in bytes.
+    pub offset: u64,
+    /// Its size in bytes; by default all that follows.
+    pub size: Option<u64>,
+}
+
+impl Part {
+    /// This part of a disk, as a disk that is served in its place.
+    pub(crate) fn of(self, inner: SharedDisk) -> SharedDisk {
+        let size = self.size.unwrap_or(u64::MAX);
+        Arc::new(Window { is_whole_way: true, ..Window::of(inner, self.offset, size) })
+    }
+
+    /// Checks that a disk of this size has this part.
+    pub(crate) fn check(self, has: u64) -> Result<()> {
+        let end = self.offset.checked_add(self.size.unwrap_or(0));
+        match end.filter(|end| *end <= has) {
+            Some(_) => Ok(()),
+            None => Err(Error::invalid(format!(
+                "the part of the disk that is to be served, {} bytes at {}, is outside of it: the disk has {has} bytes",
+                self.size.map_or_else(|| "all".to_owned(), |size| size.to_string()),
+                self.offset
+            ))),
+        }
+    }
+}
 
 /// The part from `start` on, of `size` bytes.
 pub(crate) struct Window {
     inner: SharedDisk,
     start: u64,
     size: u64,
+    /// Writes pass, and so does all else that a disk that is served is asked.
+    is_whole_way: bool,
 }
 
 impl Window {
@@ -22,7 +58,7 @@ impl Window {
     pub(crate) fn of(inner: SharedDisk, start: u64, size: u64) -> Self {
         let has = inner.geometry().size;
         let start = start.min(has);
-        Self { inner, start, size: size.min(has - start) }
+        Self { inner, start, size: size.min(has - start), is_whole_way: false }
     }
 
     fn check(&self, span: GuestSpan) -> Result<GuestSpan> {
@@ -43,13 +79,30 @@ impl Window {
     }
 }
 
-fn refused<'a, T: 'a>() -> LocalFuture<'a, Result<T>> {
-    Box::pin(std::future::ready(Err(Error::new(ErrorKind::ReadOnly, "a part of a disk is only read"))))
+impl Window {
+    /// Where a change goes in the inner disk.
+    fn check_change(&self, span: GuestSpan) -> Result<GuestSpan> {
+        match self.is_whole_way {
+            true => self.check(span),
+            false => Err(Error::new(ErrorKind::ReadOnly, "a part of a disk is only read")),
+        }
+    }
 }
 
 impl Disk for Window {
     fn geometry(&self) -> Geometry {
-        Geometry { size: self.size, read_only: true, ..self.inner.geometry() }
+        let inner = self.inner.geometry();
+        // A multiple of it, shifted by the start, is still one.
+        let divides = |block: BlockSize| match self.start {
+            0 => block,
+            start => block.min(BlockSize::from_shift(start.trailing_zeros())),
+        };
+        Geometry {
+            size: self.size,
+            read_only: !self.is_whole_way || inner.read_only,
+            block_size: divides(inner.block_size),
+            ..inner
+        }
     }
 
     fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
@@ -59,20 +112,39 @@ impl Disk for Window {
         })
     }
 
-    fn write(&self, _at: GuestOffset, _data: Buffer, _flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
-        refused()
+    fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let span = self.check_change(at.span(data.len() as u64))?;
+            self.inner.write(span.start(), data, flags).await
+        })
     }
 
     fn flush(&self) -> LocalFuture<'_, Result<()>> {
-        Box::pin(std::future::ready(Ok(())))
+        if self.is_whole_way { self.inner.flush() } else { Box::pin(std::future::ready(Ok(()))) }
     }
 
-    fn write_zeroes(&self, _span: GuestSpan, _flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
-        refused()
+    fn write_zeroes(&self, span: GuestSpan, flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move { self.inner.write_zeroes(self.check_change(span)?, flags).await })
     }
 
-    fn discard(&self, _span: GuestSpan, _flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
-        refused()
+    fn discard(&self, span: GuestSpan, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move { self.inner.discard(self.check_change(span)?, flags).await })
+    }
+
+    fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {
+        if self.is_whole_way { self.inner.tend(now) } else { Box::pin(std::future::ready(false)) }
+    }
+
+    fn room(&self) -> LocalFuture<'_, Result<Option<Room>>> {
+        if self.is_whole_way { self.inner.room() } else { Box::pin(std::future::ready(Ok(None))) }
+    }
+
+    fn flush_change(&self) -> LocalFuture<'_, Result<()>> {
+        if self.is_whole_way { self.inner.flush_change() } else { self.flush() }
+    }
+
+    fn losses(&self) -> Option<Arc<Losses>> {
+        self.inner.losses().filter(|_| self.is_whole_way)
     }
 
     /// What a disk below the inner one has is this disk's own: it has none below.
@@ -95,14 +167,12 @@ impl Disk for Window {
     }
 
     fn close(&self) -> LocalFuture<'_, Result<()>> {
-        Box::pin(std::future::ready(Ok(())))
+        if self.is_whole_way { self.inner.close() } else { Box::pin(std::future::ready(Ok(()))) }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use futures_lite::future::block_on;
     use vellum_core::MemoryDisk;
 
@@ -129,6 +199,47 @@ mod tests {
                 let (first, last) = (map.first().unwrap().span.start(), map.last().unwrap().span.end());
                 assert_eq!((first.bytes(), last.bytes()), (0, len as u64));
             }
+        }
+    }
+
+    #[test]
+    fn what_is_served_is_written_and_nothing_outside_of_it() {
+        let inner: SharedDisk = MemoryDisk::holding(&[9; 64 << 10]);
+        let part = Part { offset: 1000, size: Some(10_000) };
+        part.check(64 << 10).expect("it is inside");
+        let disk = part.of(inner.clone());
+        let geometry = disk.geometry();
+        assert_eq!((geometry.size, geometry.read_only), (10_000, false));
+        assert!(geometry.block_size.bytes() <= 8, "the start is a multiple of 8 and no more");
+        let write = |at: u64, len| {
+            block_on(disk.write(GuestOffset::new(at), Buffer::zeroed(len), WriteFlags::default()))
+        };
+        write(0, 500).expect("inside");
+        block_on(disk.write_zeroes(GuestOffset::new(9000).span(1000), ZeroFlags::default())).expect("inside");
+        for (at, len) in [(9999, 2), (10_000, 1), (u64::MAX, 1)] {
+            write(at, len).expect_err("outside");
+            let span = GuestOffset::new(at).span(len as u64);
+            block_on(disk.discard(span, WriteFlags::default())).expect_err("outside");
+        }
+        block_on(disk.flush()).expect("a flush");
+        let mut expected = vec![9; 64 << 10];
+        expected[1000..1500].fill(0);
+        expected[10_000..11_000].fill(0);
+        let all = block_on(inner.read(GuestOffset::ZERO, Buffer::for_overwrite(64 << 10))).expect("a read");
+        assert_eq!(all.to_vec(), expected);
+    }
+
+    #[test]
+    fn a_part_that_is_not_there_is_refused() {
+        for (offset, size, is_there) in [
+            (0, None, true),
+            (4096, None, true),
+            (4097, None, false),
+            (0, Some(4096), true),
+            (1, Some(4096), false),
+            (u64::MAX, Some(2), false),
+        ] {
+            assert_eq!(Part { offset, size }.check(4096).is_ok(), is_there, "{size:?} at {offset}");
         }
     }
 }

@@ -20,7 +20,7 @@
 //! 4. Storage that does not answer delays its own requests, and those of no other storage.
 //!
 //! In reading order: `worker` (the loop), `workers`, `driver` (operations, their slots, the two drivers),
-//! `file`, `ram`, `socket`, `ready`, `eventfd`, `signal`, `ublk`; and below them `timer`, `blocking`,
+//! `file`, `ram`, `socket`, `ready`, `eventfd`, `signal`, `process`, `ublk`; and below them `timer`, `blocking`,
 //! `wakeup`, `oneshot`.
 
 #![cfg(target_os = "linux")]
@@ -30,6 +30,7 @@ mod driver;
 mod eventfd;
 mod file;
 mod oneshot;
+mod process;
 mod ram;
 mod ready;
 mod signal;
@@ -46,6 +47,7 @@ pub use driver::IoMode;
 pub use eventfd::ring;
 pub use file::{Draft, File, LockMode, OpenOptions};
 pub use oneshot::{Receiver as OneshotReceiver, Sender as OneshotSender, oneshot};
+pub use process::{Identity, Output, close_output, leave_session, lock_pid_file};
 pub use ram::GuestRam;
 pub use ready::{readable, writable};
 pub use signal::{Signal, Signals};

@@ -1,6 +1,6 @@
 //! Layers turn a [`Disk`](vellum_core::Disk) into a [`Disk`](vellum_core::Disk): the copy-on-write chain; the
 //! valve, with which a disk is stopped, throttled and exchanged while it is served; writes that are
-//! durable when they are answered; and the order in which a disk migrates to another image.
+//! durable when they are answered; what becomes of discards and written zeros; and the order in which a disk migrates to another image.
 
 #![forbid(unsafe_code)]
 
@@ -11,6 +11,7 @@ pub mod gate;
 pub mod hydrate;
 pub mod migrate;
 mod passage;
+pub mod sparse;
 pub mod valve;
 mod view;
 
@@ -20,4 +21,5 @@ pub use chain::{
 };
 pub use durable::Durable;
 pub use gate::{Gate, Referrer, Trust};
+pub use sparse::{DiscardMode, SparseMode, ZeroDetection};
 pub use valve::Valve;

@@ -8,18 +8,20 @@
 mod args;
 mod commands;
 mod config;
+mod getopt;
 mod key_values;
 mod log;
 mod names;
 mod output;
 mod progress;
 mod qemu_img;
+mod qemu_nbd;
 mod secrets;
 mod version;
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::io::IsTerminal;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
@@ -116,17 +118,21 @@ fn main() -> ExitCode {
 /// The words of the command line. Under the name of another program they are in its words.
 fn words() -> Result<Vec<OsString>, ExitCode> {
     let words: Vec<OsString> = std::env::args_os().collect();
-    if !qemu_img::is_name(words.first().map(OsString::as_os_str)) {
-        return Ok(words);
-    }
-    match qemu_img::translate(&words[1..]) {
+    let name = words.first().and_then(|path| Path::new(path).file_name()).map(OsStr::to_owned);
+    let translated = match name.as_deref().and_then(OsStr::to_str) {
+        Some(qemu_img::NAME) => qemu_img::translate(&words[1..]).map_err(|why| vec![why]),
+        Some(qemu_nbd::NAME) => qemu_nbd::translate(&words[1..]),
+        _ => return Ok(words),
+    };
+    match translated {
         Ok(qemu_img::Request::Run(words)) => Ok(words),
         Ok(qemu_img::Request::Say(text)) => {
             output::say(&text);
             Err(output::settle("help", true, ExitCode::SUCCESS))
         }
-        Err(why) => {
-            output::complain(&format!("{}: {why}", qemu_img::NAME));
+        Err(lines) => {
+            let name = name.unwrap_or_default();
+            lines.iter().for_each(|line| output::complain(&format!("{}: {line}", name.display())));
             Err(ExitCode::FAILURE)
         }
     }

@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 use vellum_core::{Error, Result};
-use vellum_daemon::FormatKind;
+use vellum_daemon::{FormatKind, Part};
 
 use crate::key_values::split_options;
 
@@ -51,11 +51,41 @@ const ASIDE: [&str; 12] = [
     "key-secret",
 ];
 
+/// As [`named`], and the part of the image that is meant: `driver=raw` may name one with `offset=` and `size=`.
+pub(crate) fn named_part(
+    text: &Path,
+    format: Option<FormatKind>,
+    is_options: bool,
+    parse_size: fn(&str) -> Result<u64>,
+) -> Result<(Named, Option<Part>)> {
+    let mut part = None;
+    let named = read_name(text, format, is_options, |keys| {
+        if keys.get("driver").is_some_and(|driver| driver == "raw") {
+            let mut take = |name: &str| keys.remove(name).map(|text| parse_size(&text)).transpose();
+            part = match (take("offset")?, take("size")?) {
+                (None, None) => None,
+                (offset, size) => Some(Part { offset: offset.unwrap_or(0), size }),
+            };
+        }
+        Ok(())
+    })?;
+    Ok((named, part))
+}
+
 /// The image that this text means. `is_options` says that it is a list of options, not a name.
 pub(crate) fn named(text: &Path, format: Option<FormatKind>, is_options: bool) -> Result<Named> {
+    read_name(text, format, is_options, |_| Ok(()))
+}
+
+fn read_name(
+    text: &Path,
+    format: Option<FormatKind>,
+    is_options: bool,
+    take: impl FnOnce(&mut BTreeMap<String, String>) -> Result<()>,
+) -> Result<Named> {
     let plain = || Ok(Named { path: text.to_owned(), format });
     let Some(string) = text.to_str() else { return plain() };
-    let keys = match (is_options, string.strip_prefix(PREFIX)) {
+    let mut keys = match (is_options, string.strip_prefix(PREFIX)) {
         (false, None) => return plain(),
         (false, Some(json)) => from_json(json)?,
         (true, _) => from_options(string)?,
@@ -65,7 +95,7 @@ pub(crate) fn named(text: &Path, format: Option<FormatKind>, is_options: bool) -
             "{string}: the options name the format with driver=, not with -f"
         )));
     }
-    of_keys(keys).map_err(|error| error.context(format!("can't use {string}")))
+    take(&mut keys).and_then(|()| of_keys(keys)).map_err(|error| error.context(format!("can't use {string}")))
 }
 
 fn from_options(text: &str) -> Result<BTreeMap<String, String>> {
@@ -238,6 +268,20 @@ mod tests {
         ] {
             assert_eq!(means(text, false), found(path, format), "{text}");
         }
+    }
+
+    #[test]
+    fn a_part_is_named_by_the_keys_of_raw() {
+        fn size(text: &str) -> Result<u64> {
+            text.parse().map_err(|_| Error::invalid("no number"))
+        }
+        let part = |text: &str| named_part(Path::new(text), None, true, size).map(|(_, part)| part);
+        let all = "driver=raw,file.filename=a";
+        assert_eq!(part(all).unwrap(), None);
+        let some = part(&format!("{all},offset=1048576,size=65536")).unwrap();
+        assert_eq!(some, Some(Part { offset: 1 << 20, size: Some(64 << 10) }));
+        part("driver=qcow2,file.filename=a,offset=1048576").unwrap_err();
+        part(&format!("{all},offset=x")).unwrap_err();
     }
 
     #[test]

@@ -40,6 +40,11 @@ fn write_out(text: &str) {
     }
 }
 
+/// What another process of this program has said on its stderr, as it is.
+pub(crate) fn pass_on(bytes: &[u8]) {
+    drop(io::stderr().lock().write_all(bytes));
+}
+
 /// A line that is no answer: what went wrong, what is being done. It stays one line whatever names it has from outside.
 pub(crate) fn complain(line: &str) {
     // One write for all of it, so that lines of several programs do not mix.

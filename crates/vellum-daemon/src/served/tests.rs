@@ -140,6 +140,8 @@ impl Server {
             is_steered,
             is_durable: false,
             holds_when_full: false,
+            sparse: Default::default(),
+            part: None,
             patience,
             templates: Arc::default(),
             copy_memory: Arc::default(),

@@ -17,7 +17,9 @@
 //! 3. A client whose peer is gone returns its seat at once, even while its requests hang: it lingers, and is
 //!    counted separately. At most as many clients of an export may linger as may have a seat there; beyond
 //!    that they keep their seats.
-//! 4. Nothing is held across a wait, and all memory that a peer can occupy here is bounded by the numbers
+//! 4. With a limit on connections ([`Clients::admit_at_most`]) the next ones wait in the listener's queue, and have no
+//!    deadline there.
+//! 5. Nothing is held across a wait, and all memory that a peer can occupy here is bounded by the numbers
 //!    above.
 
 use std::collections::BTreeMap;
@@ -84,6 +86,10 @@ struct Inner {
 struct Rows {
     seats: usize,
     seats_per_export: usize,
+    /// This many connections at once, with an export or without.
+    connections_max: Option<usize>,
+    /// The last client has left, and one that has had an export left as the last.
+    is_deserted: bool,
     next: u64,
     all: BTreeMap<u64, Row>,
     /// When the last warning was logged, and how many clients have had to wait since.
@@ -150,6 +156,8 @@ impl Clients {
         let rows = Mutex::new(Rows {
             seats: bounds.seats,
             seats_per_export: bounds.seats_per_export,
+            connections_max: None,
+            is_deserted: false,
             next: 0,
             all: BTreeMap::new(),
             warned: None,
@@ -168,11 +176,31 @@ impl Clients {
         self.0.freed.notify(usize::MAX);
     }
 
+    /// At most this many connections are accepted at once by each listener, in all. The next ones wait.
+    pub fn admit_at_most(&self, connections: usize) {
+        self.rows().connections_max = Some(connections);
+    }
+
+    /// Completes when a client that had an export has left, and no client remains.
+    pub async fn deserted(&self) {
+        loop {
+            let freed = self.0.freed.listen();
+            if self.rows().is_deserted {
+                return;
+            }
+            freed.await;
+        }
+    }
+
     /// Waits until the next client may be accepted: the lobby has room, or the client that has been there
     /// longest has had its time.
     pub async fn may_arrive(&self) {
         loop {
-            let left = self.0.left_lobby.listen();
+            let (left, freed) = (self.0.left_lobby.listen(), self.0.freed.listen());
+            if self.rows().are_all_connected() {
+                freed.await;
+                continue;
+            }
             let Some(wait) = self.crowded_for() else { return };
             or(left, self.0.clock.sleep(wait)).await;
         }
@@ -276,6 +304,11 @@ fn disk_of(export: &str) -> &str {
 }
 
 impl Rows {
+    fn are_all_connected(&self) -> bool {
+        let connected = self.all.values().filter(|row| row.facts.stage != Stage::Lingering).count();
+        self.connections_max.is_some_and(|most| connected >= most)
+    }
+
     fn of(&self, export: &str, stage: Stage) -> usize {
         let is_it = |row: &&Row| {
             row.facts.stage == stage
@@ -379,7 +412,10 @@ impl Client {
 
 impl Drop for Client {
     fn drop(&mut self) {
-        self.clients.rows().all.remove(&self.id);
+        let mut rows = self.clients.rows();
+        let had_export = rows.all.remove(&self.id).is_some_and(|row| row.facts.export.is_some());
+        rows.is_deserted |= had_export && rows.all.is_empty();
+        drop(rows);
         self.clients.0.freed.notify(usize::MAX);
         self.clients.0.left_lobby.notify(usize::MAX);
     }
@@ -521,6 +557,50 @@ mod tests {
         assert_eq!((facts.export.as_deref(), facts.stage), (Some("a"), Stage::Seated));
         assert!(all.disconnect(facts.id) && client.shutdown().is_cut());
         assert!(!all.disconnect(facts.id + 1));
+    }
+
+    #[test]
+    fn connections_beyond_the_limit_wait_until_one_has_left() {
+        let all = clients(10, 10, 8);
+        all.admit_at_most(2);
+        let (first, second) = (all.arrive("first"), all.arrive("second"));
+        assert!(is_admitted(&first, "a"));
+        block_on(async {
+            let mut next = Box::pin(all.may_arrive());
+            assert!(poll_once(&mut next).await.is_none(), "one without an export counts too");
+            drop(second);
+            assert!(poll_once(&mut next).await.is_some());
+        });
+        let _second = all.arrive("second");
+        block_on(async {
+            let mut next = Box::pin(all.may_arrive());
+            assert!(poll_once(&mut next).await.is_none());
+            first.leave();
+            assert!(poll_once(&mut next).await.is_some(), "its peer is gone");
+        });
+    }
+
+    #[test]
+    fn a_server_is_deserted_when_the_last_that_had_an_export_has_left() {
+        let all = clients(10, 10, 8);
+        let is_deserted = || block_on(poll_once(all.deserted())).is_some();
+        drop(all.arrive("one that only lists"));
+        assert!(!is_deserted());
+        let (first, second) = (all.arrive("first"), all.arrive("second"));
+        assert!(is_admitted(&first, "a") && is_admitted(&second, "a"));
+        drop(first);
+        assert!(!is_deserted());
+        let lists = all.arrive("one that only lists");
+        drop(second);
+        assert!(!is_deserted());
+        drop(lists);
+        assert!(!is_deserted(), "it waits for one that uses an export, as before the first");
+        let last = all.arrive("last");
+        assert!(is_admitted(&last, "a"));
+        last.leave();
+        assert!(!is_deserted(), "its requests have not ended");
+        drop(last);
+        assert!(is_deserted());
     }
 
     #[test]

@@ -37,6 +37,8 @@ pub struct SessionLimits {
     pub payload_bytes_max: u32,
     /// Memory for payloads, both ways, of requests that run or whose replies are not yet sent.
     pub memory_bytes_max: usize,
+    /// Only one client is admitted at a time: none is told that it may connect several times.
+    pub is_only_client: bool,
     /// The receive buffer: how many requests one host read can bring.
     pub receive_bytes: usize,
 }
@@ -52,6 +54,7 @@ impl Default for SessionLimits {
             requests_max: 128,
             payload_bytes_max: wire::PAYLOAD_BYTES_DEFAULT,
             memory_bytes_max: 32 << 20,
+            is_only_client: false,
             receive_bytes: 256 << 10,
         }
     }

@@ -38,6 +38,8 @@ pub(super) struct Terms {
     pub(super) block_min: u32,
     pub(super) block_preferred: u32,
     pub(super) payload_max: u32,
+    /// The client may connect several times.
+    pub(super) has_several: bool,
     pub(super) contexts: Contexts,
 }
 
@@ -68,6 +70,7 @@ impl Terms {
             block_min: u32::try_from(block_min).expect("at most 64 KiB"),
             block_preferred: u32::try_from(preferred).expect("at most the payload"),
             payload_max,
+            has_several: !limits.is_only_client,
             contexts: Contexts::default(),
         }
     }
@@ -76,14 +79,14 @@ impl Terms {
     /// quickly or with the answer that it would not be quick; all connections share one disk, so a flush on
     /// one of them covers what was answered on any (see [`transmission`](super::transmission)).
     pub(super) fn flags(&self) -> u16 {
-        let always =
-            flag::HAS_FLAGS | flag::SEND_FLUSH | flag::SEND_FUA | flag::SEND_CACHE | flag::CAN_MULTI_CONN;
+        let always = flag::HAS_FLAGS | flag::SEND_FLUSH | flag::SEND_FUA | flag::SEND_CACHE;
+        let by_place = if self.has_several { flag::CAN_MULTI_CONN } else { 0 };
         let by_access = match self.read_only {
             true => flag::READ_ONLY,
             false => flag::SEND_TRIM | flag::SEND_WRITE_ZEROES | flag::SEND_FAST_ZERO,
         };
         let by_replies = if self.headers.have_chunks() { flag::SEND_DF } else { 0 };
-        always | by_access | by_replies
+        always | by_place | by_access | by_replies
     }
 }
 
@@ -134,6 +137,8 @@ mod tests {
         assert_eq!(terms.flags(), 0b1101_1110_1101);
         terms.read_only = true;
         assert_eq!(terms.flags(), 0b0101_1000_1111);
+        terms.has_several = false;
+        assert_eq!(terms.flags(), 0b0100_1000_1111);
     }
 
     #[test]

@@ -1,5 +1,9 @@
 //! `vellum serve`: serve disks until told to stop.
 
+mod disk;
+mod notes;
+mod process;
+
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -7,13 +11,15 @@ use std::time::Duration;
 use clap::ValueEnum;
 use vellum_core::{Error, Result, UrlPrefix};
 use vellum_daemon::spec::{parse_address, parse_nbd};
-use vellum_daemon::stats::DiskStats;
 use vellum_daemon::{
     Address, BootTrace, ExportSpec, FlashPolicy, FlashSpec, FormatKind, FuseSpec, GrowHook, HydrationSpec,
     ImageOptions, IoMode, NbdSpec, NotifySocket, PassedSocket, PassedTo, Prealloc, PrefetchLimits,
-    RateLimits, ReadyDisk, ServeSpec, SocketRights, TlsFiles, UblkSpec, VhostSpec, serve,
+    RateLimits, ServeSpec, SessionLimits, SocketRights, TlsFiles, UblkSpec, VhostSpec, serve,
 };
 
+use self::disk::DiskArgs;
+use self::notes::{announce, introduction, summary};
+use self::process::ProcessArgs;
 use super::flash::policy::parse_policy;
 use super::limits::limits_of;
 use super::prefetch::prefetch_limits_of;
@@ -23,8 +29,15 @@ use crate::args::{
     AllowArgs, ChunkCacheArgs, parse_format, parse_prealloc, parse_seconds, parse_size, parse_url_prefix,
 };
 use crate::log::note;
-use crate::output::human_bytes;
+use crate::names::named_part;
 use crate::secrets::SecretArgs;
+
+/// A time that does not pass.
+const FOREVER: Duration = Duration::from_secs(100 * 366 * 86_400);
+
+/// NBD clients of a server without a limit, and those of one that names none.
+const CONNECTIONS_MAX: usize = 16 << 10;
+const CONNECTIONS_DEFAULT: usize = 128;
 
 /// The headings of the options in the help.
 const NBD: &str = "NBD";
@@ -257,6 +270,17 @@ pub(crate) struct Args {
     /// If there are several exports, the clients of one can use at most half of it.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = NBD)]
     max_connections: Option<u32>,
+    /// Accept at most N NBD connections at a time; the next ones wait until one has ended
+    ///
+    /// With 1, no client is told that it may connect several times. 0 is no such limit.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16), help_heading = NBD)]
+    shared: Option<u16>,
+    /// Exit when the last NBD client that used an export has disconnected
+    #[arg(long, help_heading = NBD)]
+    exit_when_unused: bool,
+    /// Disconnect NBD clients that have not chosen an export after this many seconds; 0: never
+    #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u32).range(..=86_400), help_heading = NBD)]
+    handshake_seconds: u32,
     /// Maximum memory for the data in flight of all NBD clients, plus 1 MiB per client
     ///
     /// A client that neither sends nor accepts a byte for a minute in the middle of a request is
@@ -319,6 +343,10 @@ pub(crate) struct Args {
     chunk_cache: ChunkCacheArgs,
     #[command(flatten)]
     secrets: SecretArgs,
+    #[command(flatten)]
+    disk: DiskArgs,
+    #[command(flatten)]
+    process: ProcessArgs,
 }
 
 /// Whether NBD clients must use TLS
@@ -523,7 +551,30 @@ fn hydration_of(args: &Args) -> Result<HydrationSpec> {
     })
 }
 
-pub(crate) fn run(args: Args) -> Outcome {
+/// What one client may take.
+fn session_limits(args: &Args) -> SessionLimits {
+    let handshake_time = match args.handshake_seconds {
+        0 => FOREVER,
+        seconds => Duration::from_secs(seconds.into()),
+    };
+    SessionLimits { handshake_time, is_only_client: args.shared == Some(1), ..SessionLimits::default() }
+}
+
+/// How many NBD clients may be there: as many as are accepted at once, if that is more than the default.
+fn connections_max(args: &Args) -> Option<usize> {
+    let most = args.max_connections.map(|most| usize::try_from(most).expect("32 bits"));
+    most.or(match args.shared {
+        None => None,
+        Some(0) => Some(CONNECTIONS_MAX),
+        Some(shared) => Some(CONNECTIONS_DEFAULT.max(shared.into())),
+    })
+}
+
+pub(crate) fn run(mut args: Args) -> Outcome {
+    let becoming = match args.process.begin()? {
+        Ok(becoming) => becoming,
+        Err(code) => return Ok(code),
+    };
     let passed = passed_sockets(&args)?;
     if args.queues.is_some() && args.vhost_user_blk.is_empty() && args.ublk.is_empty() {
         return Err(Error::invalid("--queues needs --vhost-user-blk or --ublk").into());
@@ -535,8 +586,18 @@ pub(crate) fn run(args: Args) -> Outcome {
         .into());
     }
     let tls = tls_files(&args, !args.nbd.is_empty() || !passed.is_empty())?;
-    let image = ImageOptions {
-        format: args.format,
+    if args.exit_when_unused && args.nbd.is_empty() && passed.is_empty() {
+        return Err(Error::invalid("--exit-when-unused is about NBD clients and needs --nbd").into());
+    }
+    let named =
+        args.image.as_ref().map(|image| named_part(image, args.format, args.disk.image_opts, parse_size));
+    let (named, part) = named.transpose()?.unzip();
+    let part = args.disk.part(part.flatten())?;
+    let sparse = args.disk.sparse()?;
+    let format = named.as_ref().map_or(args.format, |named| named.format);
+    args.image = named.map(|named| named.path);
+    let mut image = ImageOptions {
+        format,
         read_only: args.read_only || args.snapshot.is_some(),
         force_share: args.force_share,
         direct: args.direct,
@@ -562,7 +623,17 @@ pub(crate) fn run(args: Args) -> Outcome {
         ..ImageOptions::default()
     };
     let hydration = hydration_of(&args)?;
-    let default = args.image.clone().map(|path| (String::new(), path));
+    let temporary = match &args.image {
+        Some(path) => args.disk.temporary(path, &image)?,
+        None => None,
+    };
+    if let Some(temporary) = &temporary {
+        image.format = Some(FormatKind::Qcow2);
+        image.allow_dirs.push(temporary.below.clone());
+        args.image = Some(temporary.path.clone());
+    }
+    let (export_name, description) = (args.disk.export_name.clone(), args.disk.description.clone());
+    let default = args.image.clone().map(|path| (export_name.clone().unwrap_or_default(), path));
     let exports = default.into_iter().chain(args.export.clone()).map(|(name, path)| ExportSpec {
         rate_limits: limits_for(&args.limit, &name),
         flash_policy: policy_for(&args.flash_policy, Some(&name)),
@@ -571,7 +642,10 @@ pub(crate) fn run(args: Args) -> Outcome {
             prefetch: is_for(&args.prefetch, &name),
             ..hydration.clone()
         },
-        description: path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default(),
+        description: match &description {
+            Some(text) if args.image.as_ref() == Some(&path) => text.clone(),
+            _ => path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default(),
+        },
         name,
         path,
         image: image.clone(),
@@ -621,9 +695,13 @@ pub(crate) fn run(args: Args) -> Outcome {
             Some(Io::Threads) => IoMode::Threads,
         },
         poll_max: Duration::from_micros(args.poll.into()),
-        connections_max: args.max_connections.map(|most| usize::try_from(most).expect("32 bits")),
+        connections_max: connections_max(&args),
         memory_bytes: usize::try_from(args.memory).unwrap_or(usize::MAX),
-        session_limits: Default::default(),
+        session_limits: session_limits(&args),
+        sparse,
+        part,
+        connections_at_once: args.shared.filter(|most| *most > 0).map(usize::from),
+        ends_with_clients: args.exit_when_unused,
         drain_time: Duration::from_secs(args.drain_seconds),
         fast: args.fast.clone(),
         tier_heat: args.tier_heat.unwrap_or(false),
@@ -679,6 +757,8 @@ pub(crate) fn run(args: Args) -> Outcome {
             }
             note("ready; to stop, press Ctrl-C or send SIGTERM");
         }
+        drop(temporary);
+        becoming.settle()
     });
     let report = report.map_err(|error| if can_share { or_share(error) } else { error.into() })?;
     if !quiet {
@@ -687,37 +767,4 @@ pub(crate) fn run(args: Args) -> Outcome {
         }
     }
     Ok(ExitCode::SUCCESS)
-}
-
-/// One line per export, with the URI that clients take.
-fn announce(scheme: &str, address: &Address, names: &[String]) {
-    for name in names {
-        let uri = match address {
-            Address::Unix(path) => format!("{scheme}+unix:///{name}?socket={}", path.display()),
-            Address::Tcp { .. } => format!("{scheme}://{address}/{name}"),
-        };
-        note(&format!("serving {uri}"));
-    }
-}
-
-/// What is served there.
-fn introduction(disk: &ReadyDisk) -> String {
-    let access = if disk.read_only { "read-only" } else { "writable" };
-    format!("  {}: {}, {}, {access}", disk.image.display(), disk.format, human_bytes(disk.size))
-}
-
-fn summary(disk: &DiskStats) -> String {
-    let guest = &disk.guest;
-    let host = [&disk.host.data, &disk.host.metadata, &disk.host.checkpoint, &disk.host.prealloc];
-    format!(
-        "{}: closed; guest: reads {}, writes {} ({}), flushes {}; host: writes {} ({}), flushes {}",
-        disk.image,
-        guest.reads,
-        guest.writes,
-        human_bytes(guest.bytes_written),
-        guest.flushes,
-        host.iter().map(|part| part.writes).sum::<u64>(),
-        human_bytes(host.iter().map(|part| part.bytes_written).sum()),
-        host.iter().map(|part| part.flushes).sum::<u64>()
-    )
 }

@@ -21,9 +21,11 @@
 pub(crate) mod table;
 
 use std::ffi::{OsStr, OsString};
-use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 
+use crate::getopt::{self, Bad};
 use table::{COMMANDS, Command, Meaning, OptionRow};
+
+type Argument = getopt::Argument<'static, OptionRow>;
 
 /// The name under which command lines are read in this way.
 pub(crate) const NAME: &str = "qemu-img";
@@ -38,18 +40,6 @@ pub(crate) enum Request {
     Run(Vec<OsString>),
     /// Print this, and end well.
     Say(String),
-}
-
-/// Whether the program was started under that name.
-pub(crate) fn is_name(program: Option<&OsStr>) -> bool {
-    program.and_then(|path| std::path::Path::new(path).file_name()).is_some_and(|name| name == NAME)
-}
-
-/// An argument, by the rules of options.
-#[derive(Debug)]
-enum Argument {
-    Option { opt: &'static OptionRow, value: Option<OsString> },
-    Operand(OsString),
 }
 
 /// Reads a command line of `qemu-img`, without the name of the program. The error is one line for people.
@@ -109,49 +99,17 @@ fn help_of(command: &Command) -> String {
     text
 }
 
-/// Takes a command line apart as `getopt_long` does.
+/// Takes a command line apart.
 fn split(command: &'static Command, arguments: Vec<OsString>) -> Result<Vec<Argument>, String> {
-    let (mut found, mut rest) = (Vec::new(), arguments.into_iter());
-    let unknown = |option: &str| format!("{}: unknown option {option}", command.name);
-    let missing = |option: &str| format!("{}: option {option} needs a value", command.name);
-    while let Some(argument) = rest.next() {
-        let bytes = argument.as_bytes();
-        if bytes == b"--" {
-            found.extend(rest.map(Argument::Operand));
-            break;
-        }
-        if let Some(long) = bytes.strip_prefix(b"--") {
-            let end = long.iter().position(|byte| *byte == b'=').unwrap_or(long.len());
-            let name = String::from_utf8_lossy(&long[..end]).into_owned();
-            let opt = command.long(&name).ok_or_else(|| unknown(&format!("--{name}")))?;
-            let attached = long.get(end + 1..).map(|value| OsString::from_vec(value.to_vec()));
-            let value = match (opt.value, attached) {
-                (false, Some(_)) => return Err(format!("{}: option --{name} takes no value", command.name)),
-                (true, None) => Some(rest.next().ok_or_else(|| missing(&format!("--{name}")))?),
-                (_, attached) => attached,
-            };
-            found.push(Argument::Option { opt, value });
-        } else if bytes.len() > 1 && bytes[0] == b'-' && !(command.has_sizes && bytes[1].is_ascii_digit()) {
-            for (at, letter) in bytes.iter().enumerate().skip(1) {
-                let letter = char::from(*letter);
-                let opt = command.short(letter).ok_or_else(|| unknown(&format!("-{letter}")))?;
-                let attached = &bytes[at + 1..];
-                if !opt.value {
-                    found.push(Argument::Option { opt, value: None });
-                    continue;
-                }
-                let value = match attached.is_empty() {
-                    true => rest.next().ok_or_else(|| missing(&format!("-{letter}")))?,
-                    false => OsString::from_vec(attached.to_vec()),
-                };
-                found.push(Argument::Option { opt, value: Some(value) });
-                break;
-            }
-        } else {
-            found.push(Argument::Operand(argument));
-        }
-    }
-    Ok(found)
+    let rows: Vec<&'static OptionRow> = command.options().collect();
+    getopt::split(&rows, command.has_sizes, arguments).map_err(|bad| {
+        let why = match bad {
+            Bad::Unknown(option) | Bad::Ambiguous(option, _) => format!("unknown option {option}"),
+            Bad::Missing(option) => format!("option {option} needs a value"),
+            Bad::Excess(option) => format!("option {option} takes no value"),
+        };
+        format!("{}: {why}", command.name)
+    })
 }
 
 /// Our command line for one of theirs.
@@ -171,7 +129,7 @@ fn of_command(command: &'static Command, arguments: &[Argument]) -> Result<Vec<O
             Argument::Operand(operand) => operands.push(operand.clone()),
             Argument::Option { opt, value } => match opt.means {
                 Meaning::Same(name) => has(name, value.as_deref()),
-                Meaning::Aside => {}
+                Meaning::Aside | Meaning::Own(_) => {}
                 Meaning::Cache => match value.as_deref().and_then(OsStr::to_str) {
                     Some("none" | "directsync") if !is_direct => {
                         has("--direct", None);

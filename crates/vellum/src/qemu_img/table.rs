@@ -2,6 +2,8 @@
 //!
 //! The rows are also those of docs/guide/qemu-img.md.
 
+use crate::getopt;
+
 /// One command.
 pub(crate) struct Command {
     pub(crate) name: &'static str,
@@ -38,6 +40,8 @@ pub(crate) enum Meaning {
     Aside,
     /// A cache mode: `none` and `directsync` bypass the page cache.
     Cache,
+    /// Several options of ours, or none by default: as it is shown.
+    Own(&'static str),
     /// It is refused.
     Refused,
 }
@@ -47,21 +51,19 @@ impl Command {
     pub(crate) fn options(&self) -> impl Iterator<Item = &'static OptionRow> {
         self.own.iter().chain(self.common.iter().copied())
     }
+}
 
-    pub(super) fn short(&self, letter: char) -> Option<&'static OptionRow> {
-        self.options().find(|opt| opt.short == Some(letter))
+impl getopt::Named for OptionRow {
+    fn short(&self) -> Option<char> {
+        self.short
     }
 
-    /// A long option by its name, or by the beginning of it if that is no other's.
-    pub(super) fn long(&self, name: &str) -> Option<&'static OptionRow> {
-        let names = |opt: &'static OptionRow| {
-            std::iter::once(&opt.long).chain(opt.also).filter(|name| !name.is_empty())
-        };
-        if let Some(opt) = self.options().find(|opt| names(opt).any(|one| *one == name)) {
-            return Some(opt);
-        }
-        let mut begun = self.options().filter(|opt| names(opt).any(|one| one.starts_with(name)));
-        begun.next().filter(|_| begun.next().is_none() && !name.is_empty())
+    fn long(&self) -> (&'static str, &'static [&'static str]) {
+        (self.long, self.also)
+    }
+
+    fn has_value(&self) -> bool {
+        self.value
     }
 }
 
@@ -82,11 +84,21 @@ impl OptionRow {
     }
 }
 
-const fn flag(short: Option<char>, long: &'static str, means: Meaning, why: &'static str) -> OptionRow {
+pub(crate) const fn flag(
+    short: Option<char>,
+    long: &'static str,
+    means: Meaning,
+    why: &'static str,
+) -> OptionRow {
     OptionRow { short, long, also: &[], value: false, means, why }
 }
 
-const fn with(short: Option<char>, long: &'static str, means: Meaning, why: &'static str) -> OptionRow {
+pub(crate) const fn with(
+    short: Option<char>,
+    long: &'static str,
+    means: Meaning,
+    why: &'static str,
+) -> OptionRow {
     OptionRow { short, long, also: &[], value: true, means, why }
 }
 

@@ -109,7 +109,7 @@ fn what_is_said_to_be_the_same_is_there() {
                     let has = ours.get_arguments().any(|argument| argument.get_long() == Some("direct"));
                     assert!(has, "vellum {} has no --direct", command.ours);
                 }
-                Meaning::Aside | Meaning::Refused => {
+                Meaning::Aside | Meaning::Refused | Meaning::Own(_) => {
                     assert!(!opt.why.is_empty(), "{} {}", command.name, opt.shown())
                 }
             }
@@ -129,6 +129,7 @@ fn tables() -> String {
                 Meaning::Same(name) => format!("`{name}`"),
                 Meaning::Cache => "`--direct`".to_owned(),
                 Meaning::Aside => "accepted".to_owned(),
+                Meaning::Own(shown) => shown.to_owned(),
                 Meaning::Refused => "refused".to_owned(),
             };
             writeln!(text, "| `{}` | {here} | {} |", opt.shown().replace(", ", "`, `"), opt.why)
@@ -173,13 +174,15 @@ fn the_installed_program_has_no_other_options() {
     let mut count = 0;
     for command in COMMANDS {
         for name in options_of_qemu(command.name).into_iter().flatten() {
+            let rows: Vec<&'static OptionRow> = command.options().collect();
             let is_known = match name.strip_prefix("--") {
                 Some("help") | Some("progres") => true, // the latter as its help has it
                 Some(long) => {
-                    command.long(long).is_some_and(|opt| opt.long == long || opt.also.contains(&long))
+                    getopt::long(&rows, long).is_ok_and(|opt| opt.long == long || opt.also.contains(&long))
                 }
                 None => {
-                    name == "-h" || name.len() == 2 && command.short(char::from(name.as_bytes()[1])).is_some()
+                    name == "-h"
+                        || name.len() == 2 && getopt::short(&rows, char::from(name.as_bytes()[1])).is_some()
                 }
             };
             assert!(is_known, "qemu-img {} has an option {name}", command.name);

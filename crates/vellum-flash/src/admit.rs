@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   read ─► watch ─► home ─► copy ─► answered
-//!                              └─► waits, in bounded memory ─► slot ─► publish: clean
+//!                              └─► waits, in bounded memory ─► slots of several reads ─► publish: clean
 //! ```
 //!
 //! 1. The copy is made before the guest has the bytes.
@@ -10,7 +10,8 @@
 //!    into the map, and if nothing is known of it still.
 //! 3. Only what this image itself has is kept; what a disk below has is kept for that disk, so clones share it.
 //!    Zeros are not kept.
-//! 4. Only spare slots and spare memory are used, and nothing waits.
+//! 4. Only spare slots and spare memory are used. No guest waits: the background makes slots spare, with a record where
+//!    there has to be one, and what does not fit into the memory for what waits is not kept.
 //! 5. Under writethrough nothing is published while home has changes that no flush has covered, in regions that do not count
 //!    as written: home may lose what was read.
 
@@ -21,11 +22,30 @@ use vellum_core::{Buffer, GuestOffset, GuestSpan, ImageOffset, Place, Result, lo
 use crate::claims::Watch;
 use crate::disk::count;
 use crate::layout::{BLOCK_BYTES, BLOCK_LEN, Key, Slot};
-use crate::open::{PUT_BYTES, Share};
+use crate::open::{Open, PUT_BYTES, ROW_BYTES, Share};
 use crate::options::FlashPolicy;
 use crate::record::Checks;
 use crate::shared::{Fetched, FlashCache, Home};
 use crate::state::Found;
+
+/// What the background takes at a time: reads of this many bytes, and what the last of them has besides.
+const BATCH_BYTES: u64 = 1 << 20;
+
+/// A whole block that one of some reads got.
+struct Copy {
+    read: usize,
+    key: Key,
+    bytes: Buffer,
+}
+
+/// The same, with a slot.
+struct New {
+    read: usize,
+    key: Key,
+    slot: Slot,
+    sectors: u8,
+    checks: Checks,
+}
 
 impl Home {
     /// Copies of what was read from home. What is whole blocks waits for slots.
@@ -55,17 +75,33 @@ impl Home {
         }
         self.cache.fetched_bytes.fetch_add(bytes, Ordering::Relaxed);
         lock(&self.fetched).push_back(Fetched { runs, watch, bytes });
+        self.cache.note_offer();
     }
 
-    /// Gives slots to what one read got. True when there is more.
+    /// Gives slots to what some reads got. True when there is more.
     pub(crate) async fn admit_some(&self) -> bool {
-        let Some(fetched) = lock(&self.fetched).pop_front() else { return false };
-        self.cache.fetched_bytes.fetch_sub(fetched.bytes, Ordering::Relaxed);
+        let batch = self.next_batch();
+        if batch.is_empty() {
+            return false;
+        }
         if self.is_open() && self.policy() != FlashPolicy::Off {
-            // An error is counted; nothing was published.
-            let _admitted = self.admit(fetched).await;
+            // An error is counted; what it is about was not published.
+            let _admitted = self.admit(batch).await;
         }
         !lock(&self.fetched).is_empty()
+    }
+
+    fn next_batch(&self) -> Vec<Fetched> {
+        let (mut batch, mut bytes) = (Vec::new(), 0);
+        let mut fetched = lock(&self.fetched);
+        while bytes < BATCH_BYTES
+            && let Some(next) = fetched.pop_front()
+        {
+            bytes += next.bytes;
+            batch.push(next);
+        }
+        self.cache.fetched_bytes.fetch_sub(bytes, Ordering::Relaxed);
+        batch
     }
 
     /// The parts of a run that this image itself has, and that are not zero.
@@ -107,49 +143,74 @@ impl Home {
         Ok(own)
     }
 
-    async fn admit(&self, fetched: Fetched) -> Result<()> {
-        let Fetched { runs, watch, .. } = fetched;
-        let size = self.size();
-        let mut new: Vec<(Key, Slot, u8, Checks)> = Vec::new();
-        let mut parts: Vec<(ImageOffset, Buffer)> = Vec::new();
-        for (first, mut bytes) in runs {
-            let blocks = (bytes.len() as u64).div_ceil(BLOCK_BYTES);
-            // An image that cannot say where its bytes are has none that are worth keeping.
-            let own = self.own_blocks(first, blocks).await.unwrap_or_default();
-            for block in first..first + blocks {
-                let len = bytes.len().min(BLOCK_LEN);
-                let mut copy = bytes.split_to(len);
-                if !own.iter().any(|run| run.contains(&block)) {
-                    continue;
+    /// The blocks of some reads that are worth keeping, each with the number of its read.
+    async fn worth_keeping(&self, batch: &mut [Fetched]) -> Vec<Copy> {
+        let mut copies = Vec::new();
+        for (read, fetched) in batch.iter_mut().enumerate() {
+            for (first, mut bytes) in fetched.runs.drain(..) {
+                let blocks = (bytes.len() as u64).div_ceil(BLOCK_BYTES);
+                // An image that cannot say where its bytes are has none that are worth keeping.
+                let own = self.own_blocks(first, blocks).await.unwrap_or_default();
+                for block in first..first + blocks {
+                    let len = bytes.len().min(BLOCK_LEN);
+                    let mut copy = bytes.split_to(len);
+                    if !own.iter().any(|run| run.contains(&block)) {
+                        continue;
+                    }
+                    if len < BLOCK_LEN {
+                        copy.append(Buffer::zeroed(BLOCK_LEN - len));
+                    }
+                    copies.push(Copy { read, key: Key::new(self.row, block), bytes: copy.contiguous() });
                 }
-                if len < BLOCK_LEN {
-                    copy.append(Buffer::zeroed(BLOCK_LEN - len));
-                }
-                let copy = copy.contiguous();
-                let key = Key::new(self.row, block);
-                let slot = {
-                    let mut state = self.cache.state();
-                    if state.find(key) == Found::Home { state.take_spare(key) } else { None }
-                };
-                let Some(slot) = slot else {
-                    count(&self.tally.refused, 1);
-                    continue;
-                };
-                let sectors = FlashCache::sectors_of(block, size);
-                new.push((key, slot, sectors, Checks::of(sectors, copy.slice())));
-                parts.push((self.cache.slot_at(slot), copy));
             }
+        }
+        copies
+    }
+
+    async fn admit(&self, mut batch: Vec<Fetched>) -> Result<()> {
+        // The first of a disk may bring its row along.
+        let share = Open::bytes_max(Share::Admit, self.cache.state().record_bytes_max()) - 2 * ROW_BYTES;
+        let most = (share / PUT_BYTES).max(1);
+        let mut copies = self.worth_keeping(&mut batch).await;
+        let mut admitted = Ok(());
+        while !copies.is_empty() {
+            let rest = copies.split_off(most.min(copies.len()));
+            let some = std::mem::replace(&mut copies, rest);
+            // An error has stopped the cache, which is met elsewhere.
+            let more = u32::try_from(some.len()).expect("what a record has room for");
+            let _made = self.cache.make_spare(more).await;
+            admitted = admitted.and(self.admit_copies(&batch, some).await);
+        }
+        admitted
+    }
+
+    /// Gives slots to as many blocks as a record has room for.
+    async fn admit_copies(&self, batch: &[Fetched], copies: Vec<Copy>) -> Result<()> {
+        let size = self.size();
+        let mut new: Vec<New> = Vec::new();
+        let mut parts: Vec<(ImageOffset, Buffer)> = Vec::new();
+        for Copy { read, key, bytes } in copies {
+            let slot = {
+                let mut state = self.cache.state();
+                if state.find(key) == Found::Home { state.take_spare(key) } else { None }
+            };
+            let Some(slot) = slot else {
+                count(&self.tally.refused, 1);
+                continue;
+            };
+            let sectors = FlashCache::sectors_of(key.block(), size);
+            new.push(New { read, key, slot, sectors, checks: Checks::of(sectors, bytes.slice()) });
+            parts.push((self.cache.slot_at(slot), bytes));
         }
         if new.is_empty() {
             return Ok(());
         }
         parts.sort_unstable_by_key(|(at, _)| *at);
-        let bytes = (parts.len() * BLOCK_LEN) as u64;
+        count(&self.tally.admit_writes, (parts.len() * BLOCK_LEN) as u64);
         let written = self.cache.write_slots(parts).await;
-        count(&self.tally.admit_writes, bytes);
-        watch.end(|touched| {
-            let mut state = self.cache.state();
-            for (key, slot, sectors, checks) in new {
+        for New { read, key, slot, sectors, checks } in new {
+            batch[read].watch.decide(|touched| {
+                let mut state = self.cache.state();
                 let may = written.is_ok()
                     && self.is_open()
                     && !touched.contains(key.block())
@@ -164,8 +225,8 @@ impl Home {
                     state.give_back(slot);
                 }
                 count(if may { &self.tally.admitted } else { &self.tally.refused }, 1);
-            }
-        });
+            });
+        }
         self.cache.freed.notify(usize::MAX);
         written.inspect_err(|_| count(&self.tally.errors, 1))
     }

@@ -76,6 +76,8 @@ impl FlashCache {
             looked: Mutex::default(),
             publishing: async_lock::Mutex::new(()),
             fetched_bytes: AtomicU64::new(0),
+            has_offers: AtomicBool::new(false),
+            offered: Event::new(),
             pace: Mutex::default(),
             trims: Mutex::default(),
         }))

@@ -259,10 +259,15 @@ impl Watch {
         table.watches[table.index_of(self.number)].claims
     }
 
-    /// Ends the watch. What `decide` does happens before any later claim (rule 3).
-    pub(crate) fn end<T>(self, decide: impl FnOnce(&Touched) -> T) -> T {
+    /// What `decide` does happens before any later claim (rule 3).
+    pub(crate) fn decide<T>(&self, decide: impl FnOnce(&Touched) -> T) -> T {
         let table = lock(&self.claims.table);
         decide(&table.watches[table.index_of(self.number)].touched)
+    }
+
+    /// Ends the watch. What `decide` does happens before any later claim (rule 3).
+    pub(crate) fn end<T>(self, decide: impl FnOnce(&Touched) -> T) -> T {
+        self.decide(decide)
     }
 }
 

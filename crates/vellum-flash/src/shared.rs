@@ -55,8 +55,8 @@ pub struct FlashCache {
     pub(crate) room: GroupCommit,
     /// Room that a disk makes by its own write-back, for those who wait for it.
     pub(crate) rooms: Mutex<BTreeMap<u16, Arc<GroupCommit>>>,
-    /// Rows whose disks are being tended, each by a task of its own.
-    pub(crate) tended: Mutex<BTreeSet<u16>>,
+    /// Rows whose disks are being tended, each by a task of its own, and since when.
+    pub(crate) tended: Mutex<BTreeMap<u16, Duration>>,
     /// Blocks that others need room of: the tasks of their disks write them home first.
     pub(crate) wanted: Mutex<BTreeMap<u16, u64>>,
     /// The background gives each disk a task of its own.
@@ -82,6 +82,9 @@ pub struct FlashCache {
     pub(crate) publishing: async_lock::Mutex<()>,
     /// Bytes that were read and wait for slots.
     pub(crate) fetched_bytes: AtomicU64,
+    /// Something was read since the background began its last round, and whom that wakes.
+    pub(crate) has_offers: AtomicBool,
+    pub(crate) offered: Event,
     /// What may be known of the tables of images.
     pub(crate) windows: Arc<Room>,
     /// Rows of open disks that may get dirty blocks: each has a reserve.

@@ -13,6 +13,7 @@
 //! 4. What others need room of goes home before anything else.
 //! 5. What was read of a disk that does not answer makes way when the memory for it is short.
 
+use std::collections::btree_map::Entry;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -20,14 +21,19 @@ use std::time::Duration;
 use futures_lite::future::zip;
 use vellum_core::{Error, LocalFuture, Result, join_all, lock};
 
+use crate::disk::count;
 use crate::layout::{BLOCK_BYTES, BLOCKS_MAX};
-use crate::open::{Open, PUT_BYTES, Share};
+use crate::open::{Open, PUT_BYTES, ROW_BYTES, Share};
 use crate::options::FlashPolicy;
 use crate::shared::{FlashCache, Home};
 use crate::state::Shed;
 
 /// The background does at most this much at a time, for each disk.
 const STEP_BLOCKS: usize = 256;
+/// A disk whose step takes longer does not answer.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(1);
+/// Of what was read, so many batches at a time.
+const ADMITTED_AT_ONCE: usize = 4;
 /// So often is the length of the storage looked at.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 const STEP_BYTES: u64 = STEP_BLOCKS as u64 * BLOCK_BYTES;
@@ -65,7 +71,8 @@ impl Home {
 
     pub(crate) fn drop_fetched(&self) {
         let mut fetched = lock(&self.fetched);
-        let bytes = fetched.drain(..).map(|fetched| fetched.bytes).sum();
+        let bytes: u64 = fetched.drain(..).map(|fetched| fetched.bytes).sum();
+        count(&self.tally.refused, bytes.div_ceil(BLOCK_BYTES));
         self.cache.fetched_bytes.fetch_sub(bytes, Ordering::Relaxed);
     }
 }
@@ -87,7 +94,11 @@ impl Tended {
             let _written = home.noting(home.write_back_from(block).await);
             home.cache.freed.notify(usize::MAX);
         }
-        let mut has_more = home.admit_some().await;
+        let (mut has_more, mut batches) = (true, 0);
+        while has_more && batches < ADMITTED_AT_ONCE {
+            has_more = home.admit_some().await;
+            batches += 1;
+        }
         if let Some(until) = round.settles
             && home.policy() == FlashPolicy::WriteThrough
         {
@@ -144,7 +155,25 @@ impl FlashCache {
         self.has_more.swap(false, Ordering::Relaxed)
     }
 
+    /// Waits until something was read that may get slots, since the last round began.
+    pub async fn wait_for_reads(&self) {
+        loop {
+            let listener = self.offered.listen();
+            if self.has_offers.load(Ordering::Acquire) {
+                return;
+            }
+            listener.await;
+        }
+    }
+
+    pub(crate) fn note_offer(&self) {
+        if !self.has_offers.swap(true, Ordering::AcqRel) {
+            self.offered.notify(usize::MAX);
+        }
+    }
+
     async fn steps(&self, now: Duration) -> Vec<(Tended, Round)> {
+        self.has_offers.store(false, Ordering::Release);
         if self.failure().is_some() || self.check_open().is_err() {
             return Vec::new();
         }
@@ -170,7 +199,11 @@ impl FlashCache {
         let settles =
             if self.state().is_full_of_regions() { Some(seconds) } else { seconds.checked_sub(age) };
         let round = Round { until, is_much, settles };
-        self.homes().into_iter().filter_map(|home| self.take_up(home)).map(|tended| (tended, round)).collect()
+        self.homes()
+            .into_iter()
+            .filter_map(|home| self.take_up(home, now))
+            .map(|tended| (tended, round))
+            .collect()
     }
 
     /// Whether the storage was not looked at for a while.
@@ -184,9 +217,18 @@ impl FlashCache {
     }
 
     /// A disk that is not being tended, with its part of what may be written now.
-    fn take_up(&self, home: Arc<Home>) -> Option<Tended> {
-        if !lock(&self.tended).insert(home.row) {
-            if self.fetched_bytes.load(Ordering::Relaxed) > self.options.fetched_bytes_max as u64 / 2 {
+    fn take_up(&self, home: Arc<Home>, now: Duration) -> Option<Tended> {
+        let since = match lock(&self.tended).entry(home.row) {
+            Entry::Occupied(since) => Some(*since.get()),
+            Entry::Vacant(free) => {
+                free.insert(now);
+                None
+            }
+        };
+        if let Some(since) = since {
+            let is_short =
+                self.fetched_bytes.load(Ordering::Relaxed) > self.options.fetched_bytes_max as u64 / 2;
+            if is_short && now.saturating_sub(since) >= ANSWERS_WITHIN {
                 home.drop_fetched();
             }
             return None;
@@ -199,7 +241,7 @@ impl FlashCache {
     }
 
     /// For blocks that were read, or are written through: clean ones give up their slots, this many more than would be
-    /// missed; and what waits for a record gets one when its share of the next is used up.
+    /// missed; and what waits for a record gets one when its share of the next has no room for this many, and a few.
     pub(crate) async fn make_spare(&self, more: u32) -> Result<()> {
         let is_due = {
             let mut state = self.state();
@@ -210,9 +252,12 @@ impl FlashCache {
                 state.evict(short as usize);
             }
             let is_shed = state.shed_early() == Shed::NoRecord;
-            let is_short = short > 0 && state.has_left() || is_shed;
+            // What leaves is free with a record, which is made when few are.
+            let least = state.low_water() * 3 / 2 + more;
+            let is_short = state.free_unpromised() < least && state.has_left() || is_shed;
             let room = Open::bytes_max(Share::Through, state.record_bytes_max()) / 4;
-            is_short || state.room_for(Share::Admit) < 16 * PUT_BYTES || state.room_for(Share::Through) < room
+            let puts = more.max(16) as usize * PUT_BYTES + ROW_BYTES;
+            is_short || state.room_for(Share::Admit) < puts || state.room_for(Share::Through) < room
         };
         if is_due && self.state().has_open() { self.commit_all().await } else { Ok::<(), Error>(()) }
     }

@@ -25,6 +25,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
+use futures_lite::future::or;
 use vellum_core::pin::ProofKind;
 use vellum_core::{Context, Error, ErrorKind, Random, Result, SharedStorage, lock};
 use vellum_flash::{Facts, FlashCache, FlashOptions, FlashPolicy};
@@ -247,11 +248,15 @@ impl HostFlash {
         let has_more = self.cache.tend_with(clock().now(), &|step| spawn_local(step).detach()).await;
         self.say_if_stopped();
         self.look_at_name().await;
-        let pause = match has_more {
-            true => NEXT,
-            false => pace.pause(self.cache.facts()),
+        if has_more {
+            return clock().sleep(NEXT).await;
+        }
+        // What is read in the pause would not have room to wait for long.
+        let read = async {
+            self.cache.wait_for_reads().await;
+            clock().sleep(NEXT).await;
         };
-        clock().sleep(pause).await;
+        or(clock().sleep(pace.pause(self.cache.facts())), read).await;
     }
 
     /// Where it is.

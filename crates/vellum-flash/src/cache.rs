@@ -31,7 +31,7 @@ use crate::shared::{CacheCounts, FlashCache, Home, part_is_full};
 use crate::state::{Sealed, State};
 use crate::stop::Stop;
 
-/// So many slices are in flight at once.
+/// At most this many slices are in flight at once.
 const SLICES_AT_ONCE: usize = 16;
 
 impl FlashCache {

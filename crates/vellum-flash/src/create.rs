@@ -15,7 +15,7 @@ use crate::facts::Facts;
 use crate::layout::{BLOCK_BYTES, COPY_AT, Layout, Superblock};
 use crate::slice::Slice;
 
-/// So many writes are in flight at once.
+/// At most this many writes are in flight at once.
 const WRITES_AT_ONCE: usize = 32;
 
 /// Makes a cache of this many bytes in the storage, which has that length already. `id` and `secret` are random; the id

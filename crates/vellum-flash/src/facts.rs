@@ -135,7 +135,7 @@ fn row_facts(state: &State, row: &Row, is_open: bool) -> RowFacts {
     }
 }
 
-/// So many pieces of equal length, of which the last may be shorter.
+/// Pieces of equal length, at most `STRIP_MAX`; the last may be shorter.
 fn strip(state: &State) -> Vec<(u32, u32, u32)> {
     let slots = state.layout.slots;
     let each = slots.div_ceil(STRIP_MAX);

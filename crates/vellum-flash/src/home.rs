@@ -36,9 +36,9 @@ use crate::zeros::Run;
 const BATCH_BLOCKS_MAX: usize = 1024;
 /// A write home has at most this many bytes.
 const WRITE_BYTES_MAX: u64 = 1 << 20;
-/// So many writes home are in flight at once.
+/// At most this many writes home are in flight at once.
 const WRITES_AT_ONCE: usize = 8;
-/// So many sweeps over a disk that is written meanwhile; then the rest is what was written since.
+/// A disk that is written meanwhile is swept at most this often; then the rest is what was written since.
 const SWEEPS_MAX: usize = 4;
 
 /// A block that goes home.

@@ -37,15 +37,15 @@ impl Share {
     }
 }
 
-/// So many bytes of a record an item about a block takes at most.
+/// An item about a block counts for this many bytes: what it takes of a record, and of memory until then.
 pub(crate) const PUT_BYTES: usize = 48;
-/// So many one that says no CRCs.
+/// The same of an item that has no CRC.
 pub(crate) const DROP_BYTES: usize = 16;
-/// So many an item about a run takes.
+/// An item about a run takes 24 bytes of a record.
 pub(crate) const RUN_BYTES: usize = 24;
-/// So many an item about a row takes.
+/// An item about a row takes 64.
 pub(crate) const ROW_BYTES: usize = 64;
-/// So many the record itself takes.
+/// The record itself takes 64.
 pub(crate) const RECORD_BYTES: usize = 64;
 
 /// What holds for a block at the end.

@@ -31,7 +31,7 @@ use crate::slots::Slots;
 use crate::state::Start;
 use crate::zeros::Run;
 
-/// So many reads are in flight at once.
+/// At most this many reads are in flight at once.
 const READS_AT_ONCE: usize = 32;
 /// Where a slice has these fields.
 const AS_OF_AT: usize = 32;

@@ -25,7 +25,7 @@ pub(crate) const REGION_BLOCKS: u64 = 1 << 14;
 pub(crate) const WORD_BLOCKS: u64 = 64 * REGION_BLOCKS;
 /// The most words.
 pub(crate) const WORDS_MAX: usize = 512;
-/// So many bytes of a record an item about a word takes.
+/// An item about a word takes 24 bytes of a record.
 pub(crate) const WORD_BYTES: usize = 24;
 
 /// How many words a cache has whose records have this many bytes at most: an eighth of one record can name all.

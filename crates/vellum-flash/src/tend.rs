@@ -28,13 +28,13 @@ use crate::options::FlashPolicy;
 use crate::shared::{FlashCache, Home};
 use crate::state::Shed;
 
-/// The background does at most this much at a time, for each disk.
+/// The background sends at most this much home at a time, for each disk.
 const STEP_BLOCKS: usize = 256;
 /// A disk whose step takes longer does not answer.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(1);
-/// Of what was read, so many batches at a time.
+/// A step takes at most this many batches of what was read.
 const ADMITTED_AT_ONCE: usize = 4;
-/// So often is the length of the storage looked at.
+/// How often the length of the storage is looked at.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 const STEP_BYTES: u64 = STEP_BLOCKS as u64 * BLOCK_BYTES;
 

@@ -15,7 +15,7 @@
 
 /// The numbers of a page.
 pub(crate) const PAGE: usize = 16;
-/// So many pages are kept, however little is in them.
+/// Eight pages are kept, however little is in them.
 pub(crate) const SMALL_PAGES: usize = 8;
 /// A page with its mask, of which two thirds are used and a quarter more is reserved, by the number.
 pub(crate) const NUMBER_BYTES_MAX: u64 = 5;

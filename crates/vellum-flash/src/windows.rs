@@ -34,7 +34,7 @@ impl Room {
         self.used.load(Ordering::Relaxed) * WINDOW_BYTES
     }
 
-    /// So many windows are known no more.
+    /// The image knows this many windows less.
     pub(crate) fn give_back(&self, windows: u64) {
         self.used.fetch_sub(windows, Ordering::Relaxed);
     }

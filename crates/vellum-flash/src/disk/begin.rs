@@ -34,7 +34,7 @@ use crate::session::{Session, SessionNumber, Sessions};
 use crate::shared::{Above, FlashCache, Home, Tally};
 use crate::state::State;
 
-/// So many of the first bits of a row's disk are zero if it was drawn and not named since.
+/// The first 32 bits of a row's disk are zero if it was drawn and not named since.
 const DRAWN_BITS: u32 = 32;
 
 /// Whether nothing can find the row any more, once its opening is over.

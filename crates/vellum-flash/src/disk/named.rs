@@ -26,7 +26,7 @@ use crate::record::Row;
 use crate::shared::FlashCache;
 use crate::state::State;
 
-/// So many rows are forgotten with one record.
+/// At most this many rows are forgotten with one record.
 const LOST_AT_ONCE: usize = 64;
 
 impl FlashCache {

@@ -33,8 +33,8 @@ async fn tend(cache: Arc<FlashCache>, world: Arc<World>, has_ended: Arc<AtomicBo
     }
 }
 
-/// With a cache of so many bytes, reads this much of a new disk from its beginning, in requests of so many bytes, `depth` at a time. Home and flash take 100 us
-/// for a request. Returns the counts a second later, and how long the reads took.
+/// With a cache of `flash_bytes`, reads `blocks` of a new disk from its beginning, in requests of `request` bytes, `depth` at a time.
+/// Home and flash take 100 us for a request. Returns the counts a second later, and how long the reads took.
 fn pass(flash_bytes: u64, blocks: u64, request: usize, depth: u64) -> (FlashCounts, Duration) {
     let world = Arc::new(World::new(1));
     let delay = || Delay::fixed(Duration::from_micros(100)).with_flush(Duration::from_micros(600));

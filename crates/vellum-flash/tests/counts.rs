@@ -249,8 +249,8 @@ impl ForwardStorage for Forgetful {
     }
 }
 
-/// Random whole groups of 64 KiB of a disk of so many groups, written back, with a flush after so many and at the end. Returns
-/// what records and slices came to.
+/// Writes `writes` random whole groups of 64 KiB of a disk of `groups`, written back, with a flush after `flushed_every` of them
+/// and at the end. Returns what records and slices came to.
 async fn random_groups(writes: u64, groups: u64, flushed_every: u64) -> CacheCounts {
     // Of 8 GiB and more a record has room for a thousand of them.
     let slots = (writes * 16).max(2 << 20);

@@ -355,7 +355,7 @@ fn a_full_part_is_emptied_by_the_home_that_answers() {
         (1..).zip(homes).map(|(number, home)| block_on(over(&cache, number, home)).unwrap()).collect();
     let rows = cache.rows();
     let parts = cache.facts().parts;
-    // A sector of each of so many groups of the disk that are in the first part.
+    // A sector of each of the disk's first groups that are in the first part, `most` of them.
     let groups = |disk: u8, most: usize| -> Vec<u64> {
         let row = rows.iter().find(|row| row.disk == [disk; 16]).expect("it is open").number;
         let of_part: Vec<u64> =

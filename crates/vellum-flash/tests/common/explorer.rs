@@ -43,7 +43,7 @@ pub struct Setup {
     pub disks: usize,
     /// The disks from this one on are written through, the others back.
     pub through_from: usize,
-    /// So many on each disk.
+    /// How many on each disk.
     pub guests: usize,
     pub steps: usize,
     /// Flushes and writes fail.

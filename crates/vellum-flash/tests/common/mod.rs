@@ -15,6 +15,7 @@ use vellum_core::{
 
 pub mod explorer;
 pub mod named;
+pub mod pair;
 pub mod readers;
 pub mod tables;
 
@@ -56,7 +57,7 @@ pub async fn cache_on(storage: &SharedStorage, slots: u64, seed: u64) -> Result<
     FlashCache::open(storage.clone(), options(seed)).await
 }
 
-/// The same with memory for so many bytes of blocks, and with discards of free slots.
+/// The same with `memory` bytes for blocks where it says so, and with discards of free slots.
 pub async fn cache_with(
     storage: &SharedStorage,
     slots: u64,

@@ -21,11 +21,11 @@ use vellum_core::{
     WriteFlags, ZeroFlags,
 };
 use vellum_format::Raw;
+use vellum_sim::Content;
 use vellum_sim::explore::Medium;
-use vellum_sim::{Content, CrashKind, Delay, Drive, DriveOptions, Position, World};
 
 use super::cache_on;
-use super::tables::images_of;
+use super::pair::Pair;
 use crate::flash::{DiskOptions, FlashCache, FlashDisk, FlashPolicy};
 
 const BLOCKS: u64 = 20;
@@ -128,31 +128,14 @@ pub async fn compare(what: &str, disk: &dyn Disk, home: &dyn Storage) -> Result<
     Ok(())
 }
 
-struct Run {
-    world: World,
-    flash: Arc<Drive>,
-    home: Arc<Drive>,
-}
-
-fn run(flash: &Content, home: &Content, slots: u64, seed: u64, counts: &mut Counts) -> Result<Run, String> {
-    let mut random = Random::from_seed(seed);
-    let several = random.one_in(2);
-    let world = if several { World::shuffled(seed) } else { World::new(seed) };
-    let delay = match several {
-        true => Delay::between(Duration::from_micros(20)..=Duration::from_micros(300)),
-        false => Delay::none(),
-    };
-    let drive = |content: &Content| {
-        let options = DriveOptions { delay: delay.clone(), ..DriveOptions::default() };
-        Drive::from_content(&world, content.clone(), options)
-    };
-    let (flash, home) = (drive(flash), drive(home));
-    let (flash_storage, home_storage): (SharedStorage, SharedStorage) = (flash.clone(), home.clone());
-    world.run(async {
+fn run(pair: &Pair, random: &mut Random, slots: u64, seed: u64, counts: &mut Counts) -> Result<(), String> {
+    let (flash_storage, home_storage) = pair.storages();
+    let several = pair.has_tasks;
+    pair.world.run(async {
         let failed = |error: vellum_core::Error| error.chain();
         let mut is_left = false;
         for opening in 0..3u64 {
-            let policy = policy(&mut random);
+            let policy = policy(random);
             let opened = open(&flash_storage, &home_storage, slots, policy, Some(1), seed + opening).await;
             let open = Arc::new(opened.map_err(failed)?);
             let is_warm = open.blocks() > 0;
@@ -167,7 +150,7 @@ fn run(flash: &Content, home: &Content, slots: u64, seed: u64, counts: &mut Coun
             for task in 0..if several { 3 } else { 1u64 } {
                 let mut random = Random::from_seed(seed ^ (opening * 4 + task + 1) << 33);
                 let open = open.clone();
-                tasks.push(world.spawn(async move {
+                tasks.push(pair.world.spawn(async move {
                     for number in 0..if several { 8 } else { 20 } {
                         step(&mut random, &open, Duration::from_secs(number * 9)).await?;
                     }
@@ -188,8 +171,7 @@ fn run(flash: &Content, home: &Content, slots: u64, seed: u64, counts: &mut Coun
             open.close(is_left.then_some(1)).await.map_err(failed)?;
         }
         Ok(())
-    })?;
-    Ok(Run { world, flash, home })
+    })
 }
 
 /// Opens what a crash left, and what became of it after that.
@@ -229,30 +211,9 @@ pub fn explore(slots: u64, seed: u64, counts: &mut Counts) -> Result<(), String>
     let storage: SharedStorage = flash.clone();
     block_on(cache_on(&storage, slots, 1)).expect("a cache is made");
     let home = Content::of(bytes(&mut Random::from_seed(seed ^ 77), BYTES).slice());
-    let run = run(&flash.content(), &home, slots, seed, counts)?;
+    let mut random = Random::from_seed(seed);
+    let pair = Pair::new(&flash.content(), &home, seed, &mut random);
+    run(&pair, &mut random, slots, seed, counts)?;
     counts.programs += 1;
-    let mut random = Random::from_seed(seed ^ 0xC4A5);
-    let (of_flash, of_home) = (run.flash.log(), run.home.log());
-    let mut positions: Vec<Position> = of_flash.crash_positions();
-    positions.extend(of_home.crash_positions());
-    positions.retain(|position| *position <= run.world.position());
-    positions.sort_unstable();
-    positions.dedup();
-    while positions.len() > 40 {
-        positions.remove(random.index(positions.len()));
-    }
-    let kinds = [CrashKind::PowerCut, CrashKind::ProcessKill];
-    for position in positions {
-        for (flash_kind, home_kind) in kinds.into_iter().flat_map(|kind| kinds.map(|other| (kind, other))) {
-            let flashes = images_of(&of_flash.crash(flash_kind, position), &mut random, 4);
-            let homes = images_of(&of_home.crash(home_kind, position), &mut random, 3);
-            for flash in &flashes {
-                let home = random.pick(&homes);
-                judge(flash, home, slots, random.any(), counts).map_err(|what| {
-                    format!("crash at {position:?} ({flash_kind:?} of flash, {home_kind:?} of home): {what}")
-                })?;
-            }
-        }
-    }
-    Ok(())
+    pair.judge(seed, |flash, home, chance| judge(flash, home, slots, chance, counts))
 }

@@ -12,7 +12,7 @@ async fn write(disk: &dyn Disk, block: u64, value: u8) {
     disk.flush().await.expect("a flush succeeds");
 }
 
-/// A read has looked its slot up and waits for flash. Its block is written anew, and so many others that every slot that
+/// A read has looked its slot up and waits for flash. Its block is written anew, and enough others that every slot that
 /// is free has been used. The read must not find another block's bytes.
 pub fn slots_are_not_reused_beside_a_reader() -> Result<(), String> {
     let world = World::new(1);

@@ -12,16 +12,16 @@
 //!    has of an image that was changed since counts no more.
 //! 2. A case is its seed: everything is drawn from it.
 
-use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures_lite::future::block_on;
 use vellum_core::{Buffer, ImageOffset, Random, Result as CoreResult, SharedStorage, Storage, Zeroes};
+use vellum_sim::Content;
 use vellum_sim::explore::Medium;
-use vellum_sim::{Content, CrashKind, CrashPoint, Delay, Drive, DriveOptions, Position, World};
 
 use super::cache_on;
+use super::pair::Pair;
 use crate::flash::{FlashCache, FlashMetadata, MetadataCounts, MetadataOptions};
 
 const NAME: [u8; 16] = [9; 16];
@@ -125,7 +125,7 @@ async fn step(random: &mut Random, open: &Opening, now: Duration) -> CoreResult<
             read(&*open.tables, sector, sectors).await.map(drop)
         }
         17 => {
-            // So often that the window is read anew.
+            // Often enough that the window is read anew.
             for _ in 0..256 {
                 read(&*open.tables, sector, 1).await?;
             }
@@ -140,27 +140,10 @@ async fn step(random: &mut Random, open: &Opening, now: Duration) -> CoreResult<
     }
 }
 
-struct Run {
-    world: World,
-    flash: Arc<Drive>,
-    image: Arc<Drive>,
-}
-
-fn run(flash: &Content, image: &Content, slots: u64, seed: u64, counts: &mut Counts) -> Result<Run, String> {
-    let mut random = Random::from_seed(seed);
-    let several = random.one_in(2);
-    let world = if several { World::shuffled(seed) } else { World::new(seed) };
-    let delay = match several {
-        true => Delay::between(Duration::from_micros(20)..=Duration::from_micros(300)),
-        false => Delay::none(),
-    };
-    let drive = |content: &Content| {
-        let options = DriveOptions { delay: delay.clone(), ..DriveOptions::default() };
-        Drive::from_content(&world, content.clone(), options)
-    };
-    let (flash, image) = (drive(flash), drive(image));
-    let (flash_storage, image_storage): (SharedStorage, SharedStorage) = (flash.clone(), image.clone());
-    let outcome: Result<MetadataCounts, String> = world.run(async {
+fn run(pair: &Pair, random: &mut Random, slots: u64, seed: u64, counts: &mut Counts) -> Result<(), String> {
+    let (flash_storage, image_storage) = pair.storages();
+    let several = pair.has_tasks;
+    let outcome: Result<MetadataCounts, String> = pair.world.run(async {
         let failed = |error: vellum_core::Error| error.chain();
         let mut reads = MetadataCounts::default();
         for opening in 0..3u64 {
@@ -170,7 +153,7 @@ fn run(flash: &Content, image: &Content, slots: u64, seed: u64, counts: &mut Cou
             for task in 0..if several { 3 } else { 1u64 } {
                 let mut random = Random::from_seed(seed ^ (opening * 4 + task + 1) << 33);
                 let open = open.clone();
-                tasks.push(world.spawn(async move {
+                tasks.push(pair.world.spawn(async move {
                     for number in 0..10 {
                         step(&mut random, &open, Duration::from_secs(number * 9)).await?;
                     }
@@ -191,23 +174,7 @@ fn run(flash: &Content, image: &Content, slots: u64, seed: u64, counts: &mut Cou
         Ok(reads)
     });
     counts.reads += outcome?;
-    Ok(Run { world, flash, image })
-}
-
-/// Some of what a crash can leave.
-pub fn images_of(point: &CrashPoint, random: &mut Random, most: usize) -> Vec<Content> {
-    let count = point.pending().len();
-    let mut images: Vec<Content> = match count {
-        0..=2 => point.subsets().expect("few").map(|(_, content)| content).collect(),
-        _ => {
-            let some = (0..4).map(|_| point.random_image(random)).collect::<Vec<_>>();
-            [point.image_of(0), point.image_of(u64::MAX)].into_iter().chain(some).collect()
-        }
-    };
-    let mut seen = HashSet::new();
-    images.retain(|image| seen.insert(image.digest()));
-    images.truncate(most);
-    images
+    Ok(())
 }
 
 /// Opens what a crash left, and what became of it after that.
@@ -253,44 +220,12 @@ pub fn explore(slots: u64, seed: u64) -> Result<Counts, String> {
         let mut random = Random::from_seed(seed ^ 77);
         Content::of(bytes(&mut random, SECTORS).slice())
     };
-    explore_from(&flash.content(), &image, slots, seed, &mut counts)
-        .map_err(|what| format!("{slots} slots, seed {seed}: {what}"))?;
+    let mut random = Random::from_seed(seed);
+    let pair = Pair::new(&flash.content(), &image, seed, &mut random);
+    let explored = run(&pair, &mut random, slots, seed, &mut counts).and_then(|()| {
+        counts.programs += 1;
+        pair.judge(seed, |flash, image, chance| judge(flash, image, slots, chance, &mut counts))
+    });
+    explored.map_err(|what| format!("{slots} slots, seed {seed}: {what}"))?;
     Ok(counts)
-}
-
-fn explore_from(
-    flash: &Content,
-    image: &Content,
-    slots: u64,
-    seed: u64,
-    counts: &mut Counts,
-) -> Result<(), String> {
-    let run = run(flash, image, slots, seed, counts)?;
-    counts.programs += 1;
-    let mut random = Random::from_seed(seed ^ 0xC4A5);
-    let (of_flash, of_image) = (run.flash.log(), run.image.log());
-    let mut positions: Vec<Position> = of_flash.crash_positions();
-    positions.extend(of_image.crash_positions());
-    positions.retain(|position| *position <= run.world.position());
-    positions.sort_unstable();
-    positions.dedup();
-    while positions.len() > 40 {
-        positions.remove(random.index(positions.len()));
-    }
-    let kinds = [CrashKind::PowerCut, CrashKind::ProcessKill];
-    for position in positions {
-        for (flash_kind, image_kind) in kinds.into_iter().flat_map(|kind| kinds.map(|other| (kind, other))) {
-            let flashes = images_of(&of_flash.crash(flash_kind, position), &mut random, 4);
-            let images = images_of(&of_image.crash(image_kind, position), &mut random, 3);
-            for flash in &flashes {
-                let image = random.pick(&images);
-                judge(flash, image, slots, random.any(), counts).map_err(|what| {
-                    format!(
-                        "crash at {position:?} ({flash_kind:?} of flash, {image_kind:?} of the image): {what}"
-                    )
-                })?;
-            }
-        }
-    }
-    Ok(())
 }

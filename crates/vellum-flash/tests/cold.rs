@@ -3,6 +3,7 @@
 mod common;
 use vellum_flash as flash;
 
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -15,7 +16,7 @@ use vellum_format::Raw;
 use vellum_sim::{Content, Delay, Drive, DriveOptions, World};
 
 /// What a server does: the background at its work, each disk with a task of its own.
-async fn tend(cache: Arc<FlashCache>, world: Arc<World>, has_ended: Arc<AtomicBool>) {
+async fn tend(cache: Arc<FlashCache>, world: Rc<World>, has_ended: Arc<AtomicBool>) {
     let spawner = world.spawner();
     while !has_ended.load(Ordering::Relaxed) {
         let spawn = |step| drop(spawner.spawn(step));
@@ -36,7 +37,7 @@ async fn tend(cache: Arc<FlashCache>, world: Arc<World>, has_ended: Arc<AtomicBo
 /// With a cache of `flash_bytes`, reads `blocks` of a new disk from its beginning, in requests of `request` bytes, `depth` at a time.
 /// Home and flash take 100 us for a request. Returns the counts a second later, and how long the reads took.
 fn pass(flash_bytes: u64, blocks: u64, request: usize, depth: u64) -> (FlashCounts, Duration) {
-    let world = Arc::new(World::new(1));
+    let world = Rc::new(World::new(1));
     let delay = || Delay::fixed(Duration::from_micros(100)).with_flush(Duration::from_micros(600));
     let drive = |bytes: &[u8]| {
         let options = DriveOptions { delay: delay(), ..DriveOptions::default() };
@@ -56,14 +57,14 @@ fn pass(flash_bytes: u64, blocks: u64, request: usize, depth: u64) -> (FlashCoun
         let disk = over(&cache, 1, home).await.unwrap();
         let has_ended = Arc::new(AtomicBool::new(false));
         let tending = world.spawn(tend(cache, world.clone(), has_ended.clone()));
-        let begun = world.now();
+        let (begun, step) = (world.now(), usize::try_from(depth).unwrap());
         let readers: Vec<_> = (0..depth)
             .map(|reader| {
                 let disk = disk.clone();
                 world.spawn(async move {
-                    for number in (reader * request as u64..len as u64).step_by(request * depth as usize) {
-                        let read =
-                            disk.read(GuestOffset::new(number), Buffer::zeroed(request)).await.unwrap();
+                    for number in (reader..len as u64 / request as u64).step_by(step) {
+                        let at = GuestOffset::new(number * request as u64);
+                        let read = disk.read(at, Buffer::zeroed(request)).await.unwrap();
                         assert_eq!(read.to_vec(), vec![3; request]);
                     }
                 })

@@ -355,14 +355,20 @@ async fn volume_of(disk: &dyn Disk, volumes: &[Volume], pin: &Pin) -> Result<Opt
              use `vellum tier promote --range`"
         )));
     }
-    let mut having = Vec::new();
+    let (mut having, mut unread) = (Vec::new(), None);
     for volume in known {
-        if has_path(disk, volume, &pin.path).await.context(|| in_volume(volume))? {
-            having.push(*volume);
+        match has_path(disk, volume, &pin.path).await.context(|| in_volume(volume)) {
+            Ok(true) => having.push(*volume),
+            Ok(false) => {}
+            // One that cannot be read, such as an XFS that is mounted, is no obstacle to a path of another one.
+            Err(error) if error.kind() == ErrorKind::Unsupported => {
+                unread.get_or_insert(error);
+            }
+            Err(error) => return Err(error),
         }
     }
     match having.as_slice() {
-        [] => Ok(None),
+        [] => unread.map_or(Ok(None), Err),
         [one] => Ok(Some(*one)),
         several => {
             let numbers: Vec<String> =
@@ -496,12 +502,25 @@ pub(crate) async fn find_by_times(disk: &dyn Disk, times: FileTimes) -> Result<W
         let why = "the guest's disk has no file system that is read here (ext2, ext3, ext4 or XFS, not on LVM and not encrypted)";
         return Err(Error::unsupported(why));
     }
-    let mut wanted = Wanted::default();
+    let (mut wanted, mut read, mut unread) = (Wanted::default(), 0, None);
     for volume in known {
         let found = find_files(disk, volume, &["/".to_owned()], &mut is_wanted).await;
-        wanted.add(found.context(|| in_volume(volume))?, times.copy);
+        match found.context(|| in_volume(volume)) {
+            Ok(found) => {
+                wanted.add(found, times.copy);
+                read += 1;
+            }
+            // As for a path.
+            Err(error) if error.kind() == ErrorKind::Unsupported => {
+                unread.get_or_insert(error);
+            }
+            Err(error) => return Err(error),
+        }
     }
-    Ok(wanted)
+    match unread {
+        Some(error) if read == 0 => Err(error),
+        _ => Ok(wanted),
+    }
 }
 
 pub(crate) async fn apply_times(image: &Path, chain: &Chain, wanted: Wanted) -> Result<ChosenFiles> {
@@ -530,6 +549,49 @@ mod tests {
             back.iter().map(|span| (span.start().bytes() / UNIT, span.len() / UNIT)).collect();
         assert_eq!(back, [(1, 1), (3, 2), (9, 1), (20, 1), (22, 3), (26, 3)]);
         assert!(units_without(&gone, &gone, UNIT, 100 * UNIT).is_empty());
+    }
+
+    /// An ext4 and an XFS, in partitions of an MBR.
+    fn two_systems(xfs: &[u8]) -> std::sync::Arc<vellum_core::MemoryDisk> {
+        let ext = vellum_guest::samples::ext(false);
+        let mut disk = vec![0; 512];
+        for (number, (first, count)) in
+            [(1, ext.len()), (1 + ext.len() / 512, xfs.len())].into_iter().enumerate()
+        {
+            let at = 446 + 16 * number;
+            disk[at + 4] = 0x83;
+            disk[at + 8..at + 12].copy_from_slice(&u32::try_from(first).unwrap().to_le_bytes());
+            disk[at + 12..at + 16].copy_from_slice(&u32::try_from(count / 512).unwrap().to_le_bytes());
+        }
+        disk[510..].copy_from_slice(&[0x55, 0xaa]);
+        vellum_core::MemoryDisk::holding(&[&disk, &ext[..], xfs].concat())
+    }
+
+    #[test]
+    fn a_file_system_that_cannot_be_read_is_no_obstacle_to_another_one() {
+        let clean = vellum_guest::samples::xfs(true);
+        let mut mounted = clean.clone();
+        // The last record of the log is no unmount.
+        mounted[40 * 1024 + 512 + 9] = 0;
+        futures_lite::future::block_on(async {
+            for (xfs, path, expected) in [
+                (&clean, "/old", Err(ErrorKind::Invalid)),
+                (&clean, "/none", Ok(None)),
+                (&mounted, "/old", Ok(Some(1))),
+                (&mounted, "/none", Err(ErrorKind::Unsupported)),
+            ] {
+                let disk = two_systems(xfs);
+                let volumes = look(&*disk).await.unwrap();
+                assert_eq!(volumes.len(), 2);
+                let pin = Pin { path: path.to_owned(), partition: None, copy: false };
+                let found = volume_of(&*disk, &volumes, &pin).await;
+                let found = found.map(|volume| volume.and_then(|volume| volume.partition));
+                assert_eq!(found.map_err(|error| error.kind()), expected, "{path}");
+            }
+            let times = FileTimes { old_mtime: 30, recent_atime: 365_000, copy: false };
+            assert_eq!(find_by_times(&*two_systems(&clean), times).await.unwrap().files, 4);
+            assert_eq!(find_by_times(&*two_systems(&mounted), times).await.unwrap().files, 2);
+        });
     }
 
     #[test]

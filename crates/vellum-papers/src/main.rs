@@ -8,6 +8,7 @@
 //!     fvd      runs of the paper FVD        postmark, player, old_qcow2 (QEMU 0.12)
 //!     selfie   runs of the paper Selfie     then (drivers of 2015), recent (what the drive remembers)
 //!     fast16   runs of the paper on sync amplification, on the images of Selfie
+//!     hvd      runs of the paper on two media: machines, and the tiers of an image
 //!     cowcache runs of the paper on flash caching: its rival, its guests, the flash cache
 //!     run      all of them ─▶ report: a table, a page, its data
 //!       model  a hard disk, an SSD, a file on a host
@@ -23,6 +24,7 @@ mod commands;
 mod cowcache;
 mod fast16;
 mod fvd;
+mod hvd;
 mod model;
 mod old_qcow2;
 mod player;

@@ -148,3 +148,37 @@ fn counted_rows_of_cowcache_are_exact_and_a_hostile_trace_is_refused() {
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(!output.status.success() && said.contains("made_up.csv") && said.contains("line 11"), "{said}");
 }
+
+#[test]
+fn guests_of_hvd_write_nothing_to_the_ssd() {
+    let dir = Directory::new("hvd");
+    let report = run(&["hvd"], dir.path());
+    let runs = report["papers"][0]["runs"]["runs"].as_array().expect("a list");
+    let (mut hybrid, mut promoted) = (0, 0);
+    for run in runs {
+        let count = |place: &str| run.pointer(place).and_then(serde_json::Value::as_u64).expect(place);
+        let on_ssd = count("/ssd/bytes-written");
+        match run["job"]["place"].as_str().expect("a word") {
+            "hybrid" => {
+                hybrid += 1;
+                assert_eq!(on_ssd, 0, "{run}");
+            }
+            "tiered" => {
+                assert_eq!(
+                    on_ssd,
+                    count("/promoted-bytes"),
+                    "what promotions wrote, and nothing else: {run}"
+                );
+                promoted += on_ssd;
+            }
+            "ssd" => assert_eq!(count("/hdd/bytes-written"), 0, "{run}"),
+            _ => assert_eq!(on_ssd + count("/ssd/bytes-read"), 0, "{run}"),
+        }
+    }
+    assert!(hybrid >= 20 && promoted > 0, "{hybrid} {promoted}");
+    let rows = rows(&report);
+    let exact: Vec<&str> =
+        rows.iter().filter(|(id, ..)| id == "H10").map(|(.., verdict)| &**verdict).collect();
+    assert_eq!(exact, ["reproduced", "reproduced"]);
+    assert!((2..=8).all(|figure| dir.path().join(format!("hvd-{figure}.csv")).exists()));
+}

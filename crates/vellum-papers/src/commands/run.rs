@@ -9,7 +9,7 @@ use vellum_core::{Context, Result};
 use vellum_lab::report::{Output, Table, complain, say_json};
 use vellum_lab::server::Vellum;
 
-use super::{Options, cowcache, fast16, fvd, selfie};
+use super::{Options, cowcache, fast16, fvd, hvd, selfie};
 use crate::report::{Made, Row, Tally, page};
 
 /// Make the rows and figures of the papers
@@ -53,18 +53,21 @@ enum Paper {
     Fast16,
     /// FVD, USENIX ATC 2011: rows F1 to F11
     Fvd,
+    /// HVD, two media in one disk, 2009: rows H1 to H10
+    Hvd,
     /// Selfie, SYSTOR 2015: rows S1 to S24
     Selfie,
 }
 
 impl Paper {
-    const ALL: [Self; 4] = [Self::Selfie, Self::Fast16, Self::Fvd, Self::Cowcache];
+    const ALL: [Self; 5] = [Self::Selfie, Self::Fast16, Self::Fvd, Self::Hvd, Self::Cowcache];
 
     fn name(self) -> &'static str {
         match self {
             Self::Cowcache => "cowcache",
             Self::Fast16 => "fast16",
             Self::Fvd => "fvd",
+            Self::Hvd => "hvd",
             Self::Selfie => "selfie",
         }
     }
@@ -74,6 +77,7 @@ impl Paper {
             Self::Cowcache => cowcache::make(options, table),
             Self::Fast16 => fast16::make(options, table),
             Self::Fvd => fvd::make(options, table),
+            Self::Hvd => hvd::make(options, table),
             Self::Selfie => selfie::make(options, table),
         }
     }

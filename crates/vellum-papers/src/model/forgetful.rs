@@ -22,6 +22,8 @@ pub(crate) struct ForgetfulDrive {
     device: Arc<Device>,
     limits: Limits,
     kept: u64,
+    /// Where it begins on the device, in bytes.
+    at: u64,
     /// What is not kept reads as this.
     other: u8,
     remembers: bool,
@@ -45,10 +47,16 @@ impl ForgetfulDrive {
         Self::on(Device::with(world, medium), limits, (len, kept), 0)
     }
 
+    /// A part of a device that others have parts of too: from byte `at` on. Nothing keeps it from being longer than meant.
+    pub(crate) fn part(device: Arc<Device>, at: u64, limits: Limits, (len, kept): (u64, u64)) -> Arc<Self> {
+        let state = State { bytes: SparseBytes::default(), remembered: HashSet::new(), len };
+        Arc::new(Self { device, limits, kept, at, other: 0, remembers: false, state: Mutex::new(state) })
+    }
+
     /// The same on a device of any kind; what is not kept reads as `other`.
     pub(crate) fn on(device: Arc<Device>, limits: Limits, (len, kept): (u64, u64), other: u8) -> Arc<Self> {
         let state = State { bytes: SparseBytes::default(), remembered: HashSet::new(), len };
-        Arc::new(Self { device, limits, kept, other, remembers: false, state: Mutex::new(state) })
+        Arc::new(Self { device, limits, kept, at: 0, other, remembers: false, state: Mutex::new(state) })
     }
 
     /// The same, and it remembers. `kept` is a multiple of 4 KiB.
@@ -60,7 +68,7 @@ impl ForgetfulDrive {
     ) -> Arc<Self> {
         assert!(kept.is_multiple_of(BLOCK), "a block is kept as a whole, or is not");
         let state = State { bytes: SparseBytes::default(), remembered: HashSet::new(), len };
-        Arc::new(Self { device, limits, kept, other, remembers: true, state: Mutex::new(state) })
+        Arc::new(Self { device, limits, kept, at: 0, other, remembers: true, state: Mutex::new(state) })
     }
 
     /// The requests so far.
@@ -73,6 +81,7 @@ impl ForgetfulDrive {
     }
 
     async fn pass(&self, operation: Operation, span: ImageSpan) {
+        let span = (span.start() + self.at).span(span.len());
         self.device.pass(operation, span).await;
     }
 

@@ -3,7 +3,8 @@
 //!
 //! ```text
 //!   hdd        an arm, a spindle, a queue, a cache        ┐ DriveModel
-//!   ssd        a cache, pages, several ways               ┘
+//!   ssd        a cache, pages, several ways               │
+//!   early_ssd  one way, blocks that are erased            ┘
 //!   device     takes requests and a model's time, and no bytes
 //!   forgetful  a Storage on such a device that keeps little of what is written
 //!   host_file  a file of ext4 on such a Storage
@@ -15,6 +16,7 @@
 //! A figure of a model is printed with the model's name, and as simulated.
 
 mod device;
+mod early_ssd;
 mod flushes;
 mod forgetful;
 mod hdd;
@@ -26,6 +28,7 @@ mod tests;
 use std::time::Duration;
 
 pub(crate) use device::Device;
+pub(crate) use early_ssd::{EarlySsd, EarlySsdParameters};
 pub(crate) use forgetful::ForgetfulDrive;
 pub(crate) use hdd::{Hdd, HddParameters};
 pub(crate) use host_file::{HostFile, HostLayout};

@@ -59,6 +59,7 @@ enum Command {
     SlowFlush(commands::slow_flush::Args),
     Snapshots(commands::snapshots::Args),
     SyncAmplification(commands::sync_amplification::Args),
+    Tier(commands::tier::Args),
     Writers(commands::writers::Args),
 }
 
@@ -84,6 +85,7 @@ fn main() -> ExitCode {
         Command::SlowFlush(args) => ("slow-flush", commands::slow_flush::run(&args)),
         Command::Snapshots(args) => ("snapshots", commands::snapshots::run(&args)),
         Command::SyncAmplification(args) => ("sync-amplification", commands::sync_amplification::run(&args)),
+        Command::Tier(args) => ("tier", commands::tier::run(&args)),
         Command::Writers(args) => ("writers", commands::writers::run(&args)),
     };
     match result {

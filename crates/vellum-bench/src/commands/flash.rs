@@ -17,7 +17,7 @@
 mod boots;
 mod cases;
 mod course;
-mod stand;
+pub(super) mod stand;
 
 use std::fs;
 use std::path::PathBuf;

@@ -20,6 +20,7 @@ pub(crate) mod replay_traces;
 pub(crate) mod slow_flush;
 pub(crate) mod snapshots;
 pub(crate) mod sync_amplification;
+pub(crate) mod tier;
 pub(crate) mod writers;
 
 use vellum_core::{Error, Result};

@@ -148,7 +148,7 @@ impl Stand {
         if way == Way::Qemu {
             stand.running.push(serve(qemu_nbd(&front, "qcow2", &uri(&back)), &front)?);
         } else {
-            let (file, shown) = show(&place, &back)?;
+            let (file, shown) = show(place.path("file"), &back)?;
             let command = place.vellum(lab, way, disk.flash_bytes)?;
             let mut command = stand.steered(command, &place);
             command.args(["--format", "qcow2"]).arg(&file);
@@ -185,7 +185,7 @@ impl Stand {
                 stand.doors.push((front, String::new()));
             }
         } else {
-            let (file, shown) = show(&place, &back)?;
+            let (file, shown) = show(place.path("file"), &back)?;
             let mut command = stand.steered(place.vellum(lab, way, disk.flash_bytes)?, &place);
             command.arg("--allow-dir").arg(&place.dir);
             for number in 0..clones {
@@ -290,7 +290,7 @@ fn serve(command: Command, socket: &Path) -> Result<Running> {
     Running::start_until(command, socket, || std::os::unix::net::UnixStream::connect(socket).is_ok())
 }
 
-fn nbdkit(socket: &Path, filters: &[&str], file: &Path, delay_ms: u64) -> Command {
+pub(in crate::commands) fn nbdkit(socket: &Path, filters: &[&str], file: &Path, delay_ms: u64) -> Command {
     let mut command = Command::new("nbdkit");
     command.args(["--foreground", "--exit-with-parent", "--threads", "64", "--unix"]).arg(socket);
     command.args(filters.iter().map(|filter| format!("--filter={filter}"))).arg("file").arg(file);
@@ -305,9 +305,8 @@ fn qemu_nbd(socket: &Path, format: &str, image: &str) -> Command {
     command
 }
 
-/// The export as a file.
-fn show(place: &Place, back: &Path) -> Result<(PathBuf, Running)> {
-    let file = place.path("file");
+/// The export as this file.
+pub(in crate::commands) fn show(file: PathBuf, back: &Path) -> Result<(PathBuf, Running)> {
     fs::File::create(&file).context(|| format!("can't make {}", file.display()))?;
     let mut command = Command::new("nbdfuse");
     command.arg(&file).arg(uri(back));

@@ -233,6 +233,12 @@ async fn below(
             FileKind::File if wanted(&node.facts()) => {
                 found.files += 1;
                 let mut add = |at: u64, len: u64| {
+                    // A file system may say that it is longer than its volume.
+                    if at.checked_add(len).is_none_or(|end| end > volume.len()) {
+                        let why =
+                            format!("inode {number}: it refers to byte {at}, behind the end of the volume");
+                        return Err(Error::corrupt(why));
+                    }
                     let start = volume.start() + at;
                     let span = GuestSpan::between(start, start + len);
                     match found.spans.last_mut() {

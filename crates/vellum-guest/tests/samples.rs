@@ -73,3 +73,26 @@ fn a_file_system_of_xfs_that_was_made_by_hand_is_read() {
         }
     }
 }
+
+#[test]
+fn what_lies_behind_the_volume_is_refused_although_the_file_system_says_that_it_is_longer() {
+    let mut ext = samples::ext(false);
+    // 128 blocks of which the disk has 64, and the last extent of /d/f at block 100.
+    ext[1024 + 4] = 128;
+    ext[7 * 1024 + 12 * 3 + 8] = 100;
+    let mut xfs = samples::xfs(true);
+    (xfs[15], xfs[87], xfs[124]) = (128, 128, 7);
+    let extent = 7 * 1024 + 72 + 2 * 16;
+    xfs[extent + 8..extent + 16].copy_from_slice(&(100_u64 << 21 | 4).to_be_bytes());
+    for image in [ext, xfs] {
+        let disk = MemoryDisk::holding(&image);
+        block_on(async {
+            let volume = look(&*disk).await.expect("its volumes")[0];
+            let found =
+                async |path: &str| find_files(&*disk, &volume, &[path.to_owned()], &mut |_| true).await;
+            assert_eq!(found("/old").await.expect("it is in the volume").files, 1);
+            let error = found("/d/f").await.expect_err("it is not").chain();
+            assert!(error.contains("behind the end of the volume"), "{error}");
+        });
+    }
+}

@@ -3,17 +3,20 @@
 //! Each function must be called on a worker.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use vellum_core::{Context, Error, ErrorKind, Result, SharedStorage};
+use vellum_core::{Buffer, Context, Error, ErrorKind, GuestOffset, Result, SharedStorage, WriteFlags};
 use vellum_format::FormatKind;
-use vellum_format::image::{Amend, Format, Snapshot, SnapshotSupport, Wanted};
+use vellum_format::image::{Amend, Format, Growth, Reserve, Snapshot, SnapshotSupport, Wanted};
+use vellum_format::luks::Secrets;
+use vellum_format::qcow2::Preallocation;
 use vellum_format::report::{CheckReport, JournalChange, Recovered, Repair};
 use vellum_format::session::{Session, may_use};
 
 use crate::clones_of::{refuse_while_cloned, with_clones};
 use crate::host::canonical_path;
-use crate::image::{ImageOptions, open_file, open_file_replayed};
+use crate::image::{ImageOptions, open_file, open_file_replayed, open_image};
 use crate::inspect::len_below;
 use crate::pins::FILES_SNAPSHOT;
 
@@ -94,6 +97,10 @@ pub struct ResizeOptions {
     pub format: Option<FormatKind>,
     /// The disk may become smaller.
     pub may_shrink: bool,
+    /// Space for what is added.
+    pub preallocation: Preallocation,
+    /// What opens encrypted images below, of which the last cluster may be needed.
+    pub secrets: Arc<Secrets>,
     /// Where references may lead, besides the image's own directory.
     pub allow_dirs: Vec<PathBuf>,
     /// How long a request to a remote image is held while it does not answer.
@@ -117,11 +124,16 @@ pub async fn resize(
     };
     let below = len_below(path, &reading).await?;
     let image = ImageOptions { format: options.format, ..ImageOptions::default() };
-    let (storage, kind) = open_file(path, &image).await?;
+    let (mut storage, kind) = open_file(path, &image).await?;
     let format = kind.format();
     let before = format.finish(&storage).await?;
     let size = wanted(before)?;
-    if let Some(below) = below.filter(|below| size > before && *below > before) {
+    let longer = below.filter(|below| size > before && *below > before);
+    let block = match longer {
+        Some(_) => format.hides_below(&*storage).await?,
+        None => None,
+    };
+    if let Some(below) = longer.filter(|_| block.is_none()) {
         return Err(Error::unsupported(format!(
             "{}: the backing image ({below} bytes) is larger than the disk, and its data would appear beyond \
              {before}: copy the disk into a larger image",
@@ -134,8 +146,51 @@ pub async fn resize(
             path.display()
         )));
     }
-    format.resize(&storage, size, options.may_shrink).await?;
+    let reserve = match options.preallocation {
+        Preallocation::Off => Reserve::Nothing,
+        Preallocation::Metadata => Reserve::Places,
+        Preallocation::Falloc => Reserve::Space,
+        Preallocation::Full => Reserve::Zeros,
+    };
+    if reserve != Reserve::Nothing && size < before {
+        return Err(Error::invalid(
+            "a disk that becomes smaller has nothing to preallocate: omit --preallocation",
+        ));
+    }
+    if size <= before || longer.is_none() && reserve == Reserve::Nothing {
+        format.resize(&storage, size, options.may_shrink).await?;
+        return Ok((before, size));
+    }
+    if block.is_some_and(|block| !before.is_multiple_of(block.bytes())) {
+        drop(storage);
+        let writing = ImageOptions {
+            allow_dirs: options.allow_dirs.clone(),
+            remote_timeout: options.remote_timeout,
+            secrets: options.secrets.clone(),
+            ..image.clone()
+        };
+        own_the_end(path, &writing).await?;
+        storage = open_file(path, &image).await?.0;
+    }
+    let growth = Growth { below: longer.unwrap_or(0), reserve };
+    format.grow_with(&storage, size, &growth).await?;
     Ok((before, size))
+}
+
+/// Writes the last bytes of a disk once more, so that the image has the cluster in which it ends: the disk below goes on there.
+async fn own_the_end(path: &Path, options: &ImageOptions) -> Result<()> {
+    let chain = open_image(path, options).await?;
+    let done = async {
+        let disk = chain.disk();
+        let len = disk.geometry().size.min(512);
+        let at = GuestOffset::new(disk.geometry().size - len);
+        let len = usize::try_from(len).expect("at most 512");
+        let bytes = disk.read(at, Buffer::for_overwrite(len)).await?;
+        disk.write(at, bytes, WriteFlags::default()).await
+    };
+    let done = done.await;
+    let closed = chain.close().await;
+    done.and(closed)
 }
 
 /// Adds a journal to an image, of this size if one is given; or removes it.

@@ -235,6 +235,7 @@ async fn open_base(plan: &Plan, options: &ImageOptions) -> Result<Chain> {
             may_shrink: false,
             allow_dirs: options.allow_dirs.clone(),
             remote_timeout: options.remote_timeout,
+            ..ResizeOptions::default()
         };
         resize(&plan.base, &grow, |_| Ok(plan.size)).await?;
     }

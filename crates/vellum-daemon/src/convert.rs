@@ -66,6 +66,8 @@ pub struct Conversion {
     pub salvages: bool,
     /// Data is stored compressed.
     pub compression: Option<ConvertCompression>,
+    /// The backing image of a new one, by its name there, and its format: only what reads differently is copied.
+    pub backing: Option<(String, FormatKind)>,
 }
 
 /// How the data of a new image is compressed.
@@ -234,12 +236,12 @@ impl Copying<'_> {
         let target = CreateTarget {
             path: self.path().to_owned(),
             size: Some(size),
-            backing: None,
-            trust_backing: true,
-            allow_dirs: Vec::new(),
-            remote_timeout: None,
+            backing: self.how.backing.clone(),
+            trust_backing: self.how.backing.is_none(),
+            allow_dirs: self.how.allow_dirs.clone(),
+            remote_timeout: self.how.remote_timeout,
             trust_base: false,
-            secrets: Arc::default(),
+            secrets: self.how.secrets.clone(),
             stands_on_encrypted: Arc::default(),
         };
         match self.how.format {
@@ -253,10 +255,13 @@ impl Copying<'_> {
 
     async fn fill(&self, source: &SharedDisk, size: u64, stop: &Stop) -> Result<()> {
         let how = self.how;
+        // The user named it, wherever it is.
+        let backing = how.backing.as_ref().map(|(name, _)| Gate::resolve(self.path(), name)).transpose()?;
+        let beside = backing.as_deref().and_then(Path::parent).map(Path::to_owned);
         let options = ImageOptions {
             format: Some(how.format),
             direct: how.direct,
-            allow_dirs: how.allow_dirs.clone(),
+            allow_dirs: how.allow_dirs.iter().cloned().chain(beside).collect(),
             remote_timeout: how.remote_timeout,
             secrets: how.secrets.clone(),
             data_files: how.data_files.iter().cloned().chain(self.new_data_file()?).collect(),
@@ -286,7 +291,8 @@ impl Copying<'_> {
         let copying = CopyOptions {
             pieces_at_once: how.pieces_at_once,
             sparse_bytes: how.sparse_bytes,
-            target_is_zero: is_fresh || how.target_is_zero,
+            target_is_zero: is_fresh && how.backing.is_none() || how.target_is_zero,
+            skips_same: how.backing.is_some(),
             out_of_order: how.out_of_order,
             compression,
             rate: how.rate,

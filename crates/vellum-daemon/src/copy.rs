@@ -10,8 +10,11 @@
 //! 3. The target is flushed before the copy counts as done.
 //! 4. Into a target that compresses, whole blocks of it are copied. They are compressed where long computations run,
 //!    several pieces at a time, and written many at a time, so that they lie close together.
-//! 5. By default pieces are read several at a time and written one after the other, in the order of the disk:
+//! 5. What the target reads as already is not written, where that is asked for: the target is read, and compared.
+//! 6. By default pieces are read several at a time and written one after the other, in the order of the disk:
 //!    a format that allocates on write then lays the copy out in that order.
+
+mod differing;
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
@@ -29,6 +32,8 @@ use vellum_core::{
 };
 use vellum_format::image::{BlockContent, Compressing, PackedBlock};
 use vellum_io::clock;
+
+use differing::{differences, write_runs};
 
 /// Bytes copied as one piece.
 const PIECE: u64 = 2 << 20;
@@ -52,6 +57,8 @@ pub struct CopyOptions<'a> {
     pub sparse_bytes: u64,
     /// The target reads as zero already.
     pub target_is_zero: bool,
+    /// Only what reads differently in the target is written.
+    pub skips_same: bool,
     /// Pieces may be written in any order.
     pub out_of_order: bool,
     /// Data is compressed by this, which is the target's own.
@@ -124,6 +131,11 @@ async fn copy_piece(
             place.comes().await;
         }
     };
+    if options.skips_same {
+        let runs = or(differences(source, target, piece), stopped(options.stop)).await?;
+        turn().await;
+        return write_runs(target, runs).await.map(|()| None);
+    }
     if piece.is_zero && options.sparse_bytes == 0 {
         turn().await;
         return write_zeros_as_data(target, span, options.stop).await;
@@ -631,6 +643,7 @@ mod tests {
             pieces_at_once: 8,
             sparse_bytes: 4096,
             target_is_zero: true,
+            skips_same: false,
             out_of_order: false,
             compression: None,
             rate: None,
@@ -653,6 +666,25 @@ mod tests {
         let written = target.counts().bytes_written;
         assert!(written < 4 << 20, "{written} bytes were written of about 1 MiB that is not zero");
         assert_eq!(target.counts().flushes, 1);
+    }
+
+    #[test]
+    fn what_the_target_reads_as_already_is_not_written() {
+        let size = 9 << 20;
+        let below = patchy(size, 1);
+        let mut wanted = below.clone();
+        wanted[1 << 20..3 << 20].fill(0);
+        wanted[5_000_000..5_000_100].fill(3);
+        let source: SharedDisk = MemoryDisk::holding(&wanted);
+        let base: SharedDisk = MemoryDisk::holding(&below);
+        let target = CheckedDisk::new(MemoryDisk::over(size as u64, Some(base)));
+        let shared: SharedDisk = target.clone();
+        let stop = AtomicBool::new(false);
+        let how = CopyOptions { skips_same: true, target_is_zero: false, ..options(&stop) };
+        block_on(copy(&source, &shared, how, &|_| {})).unwrap();
+        assert_eq!(block_on(compare(&source, &shared, 4, &stop, &|_| {})).unwrap(), Comparison::Identical);
+        let written = target.counts().bytes_written;
+        assert!((100..=8192).contains(&written), "{written}");
     }
 
     #[test]

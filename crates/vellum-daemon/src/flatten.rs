@@ -98,6 +98,7 @@ async fn flatten_open(
         pieces_at_once,
         sparse_bytes: SPARSE_BYTES,
         target_is_zero: true,
+        skips_same: false,
         out_of_order: false,
         compression: None,
         rate: None,

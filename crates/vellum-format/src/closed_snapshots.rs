@@ -1,4 +1,4 @@
-//! Changes of an image that is not open: of its snapshots, and of what it is.
+//! Changes of an image that is not open: of its snapshots, of its size, and of what it is.
 
 use std::time::Duration;
 
@@ -63,4 +63,27 @@ pub trait ClosedSnapshots: Sync {
         wanted: Wanted<'a>,
         name: &'a str,
     ) -> LocalFuture<'a, Result<()>>;
+}
+
+/// How a disk grows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Growth {
+    /// The size of the disk below in bytes, if that is longer than the disk: what it has behind the old end is never seen.
+    pub below: u64,
+    /// Space for what is added.
+    pub reserve: Reserve,
+}
+
+/// What is reserved for the part of a disk that is added.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Reserve {
+    /// Nothing: it is a hole.
+    #[default]
+    Nothing,
+    /// Places in the image, so that its tables need not change later.
+    Places,
+    /// As before, and the space of the host.
+    Space,
+    /// As before, with zeros written there.
+    Zeros,
 }

@@ -20,10 +20,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use vellum_core::pin::Pin;
 use vellum_core::{
-    Clock, Error, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk, SharedStorage, Storage,
+    BlockSize, Clock, Error, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk, SharedStorage,
+    Storage,
 };
 
-pub use crate::closed_snapshots::{Amend, ClosedSnapshots, Wanted};
+pub use crate::closed_snapshots::{Amend, ClosedSnapshots, Growth, Reserve, Wanted};
 pub use crate::compressing::{BlockContent, Compressing, PackedBlock};
 use crate::fast::{FastId, FastMedium, NamedFast, Tiers};
 use crate::handover::Handover;
@@ -247,6 +248,34 @@ pub trait Format: Sync {
         size: u64,
         may_shrink: bool,
     ) -> LocalFuture<'a, Result<()>>;
+
+    /// As above, for a larger size, in a certain way.
+    ///
+    /// # Errors
+    /// `Unsupported` for a way that the format does not have, and `NoSpace` when there is too little to reserve: then the disk
+    /// has its old size.
+    fn grow_with<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        size: u64,
+        growth: &'a Growth,
+    ) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move {
+            if growth.reserve != Reserve::Nothing {
+                return Err(Error::unsupported(format!(
+                    "{}: space for what is added is not reserved in this format: omit --preallocation",
+                    image.name()
+                )));
+            }
+            self.resize(image, size, false).await
+        })
+    }
+
+    /// Whether a disk can grow over a longer one below, of which nothing is seen then ([`Growth::below`]). If so, the size of a
+    /// block: one in which the disk ends must be the image's own.
+    fn hides_below<'a>(&'a self, _image: &'a dyn Storage) -> LocalFuture<'a, Result<Option<BlockSize>>> {
+        ready(Ok(None))
+    }
 
     /// As above, for a larger size while the image is being served: [`may_grow`](Format::may_grow) has been
     /// called.

@@ -9,6 +9,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use futures_lite::future::yield_now;
 use vellum_core::{
     BlockSize, Buffer, Disk, Error, ErrorKind, Extent, Geometry, GuestOffset, GuestSpan, HostTally,
     ImageOffset, ImageSpan, LocalFuture, Place, Result, SharedStorage, Storage, Tallied, WriteFlags,
@@ -16,7 +17,7 @@ use vellum_core::{
 };
 
 use crate::engine::group_commit::GroupCommit;
-use crate::image::{Files, Format, Head, OpenOptions, Opened, ready};
+use crate::image::{Files, Format, Growth, Head, OpenOptions, Opened, Reserve, ready};
 use crate::probe::FormatKind;
 use crate::report::{CheckReport, JournalChange, Repair};
 
@@ -239,6 +240,28 @@ impl Format for RawFormat {
         })
     }
 
+    fn grow_with<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        size: u64,
+        growth: &'a Growth,
+    ) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move {
+            let before = image.len();
+            if growth.reserve == Reserve::Places {
+                return Err(Error::invalid("a raw disk has no metadata: use --preallocation falloc or full"));
+            }
+            self.resize(image, size, false).await?;
+            let reserved = reserve(&**image, before, size, growth.reserve).await;
+            if reserved.is_err() {
+                // Nothing was written behind the old end.
+                image.set_len(before).await?;
+            }
+            reserved?;
+            image.flush().await
+        })
+    }
+
     /// The length of a device cannot be set.
     fn grow<'a>(&'a self, image: &'a SharedStorage, size: u64) -> LocalFuture<'a, Result<()>> {
         match image.limits().fixed_len {
@@ -301,4 +324,27 @@ impl Head for Len {
             tier: None,
         }))
     }
+}
+
+/// Zeros are written in pieces of this many bytes, and space is reserved in pieces of this many.
+const WRITTEN_AT_ONCE: u64 = 1 << 20;
+const RESERVED_AT_ONCE: u64 = 256 << 20;
+
+/// Reserves space from `before` to `size`.
+async fn reserve(image: &dyn Storage, before: u64, size: u64, how: Reserve) -> Result<()> {
+    let mut rest = ImageOffset::new(before).span(size.saturating_sub(before));
+    while !rest.is_empty() && how != Reserve::Nothing {
+        let piece = if how == Reserve::Zeros { WRITTEN_AT_ONCE } else { RESERVED_AT_ONCE };
+        let (now, later) = rest.split_at(piece);
+        match how {
+            Reserve::Zeros => {
+                let len = usize::try_from(now.len()).expect("a piece is short");
+                image.write(now.start(), Buffer::zeroed(len)).await?;
+            }
+            _ => image.write_zeroes(now, Zeroes::Allocated).await?,
+        }
+        rest = later;
+        yield_now().await;
+    }
+    Ok(())
 }

@@ -14,12 +14,15 @@ use vellum_core::{
     SharedStorage, WriteFlags, ZeroFlags,
 };
 use vellum_format::FormatKind;
-use vellum_format::image::{Amend, Wanted};
-use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create, grow, snapshot};
+use vellum_format::image::{Amend, Growth, Reserve, Wanted};
+use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create, snapshot};
 use vellum_sim::explore::{Care, Depth, Medium, Offline, explore_offline};
 use vellum_sim::{
     Content, CrashKind, Drive, DriveOptions, Fault, FaultPlan, Operation, Operations, Repeat, World,
 };
+
+/// How space is reserved.
+const RESERVES: [Reserve; 4] = [Reserve::Nothing, Reserve::Places, Reserve::Space, Reserve::Zeros];
 
 /// What a disk reads as.
 type Bytes = Vec<u8>;
@@ -37,6 +40,10 @@ fn kinds() -> Vec<QcowSetup> {
         |cluster_size| CreateOptions { size: common::SIZE, cluster_size, ..CreateOptions::without_journal() };
     let kind = |name, options, has_base| QcowSetup { name, options, has_base };
     kinds.push(kind("version 2", CreateOptions { version: 2, ..plain(512) }, false));
+    let short = |cluster_size| CreateOptions { size: 96 << 10, ..plain(cluster_size) };
+    kinds.push(kind("shorter than its base", short(4096), true));
+    let short = CreateOptions { extended_l2: true, journal: Some(64 << 10), ..short(16_384) };
+    kinds.push(kind("subclusters, shorter than its base", short, true));
     kinds.push(kind("refcounts of 8 bits", CreateOptions { refcount_bits: 8, ..plain(1024) }, false));
     kinds.push(kind("lazy refcounts", CreateOptions { lazy_refcounts: true, ..plain(2048) }, true));
     kinds.push(kind(
@@ -102,6 +109,8 @@ enum Step {
     Width(u32),
     /// Version 3, with lazy refcounts.
     Upgrade,
+    /// The disk gets this size, over a disk below of this many bytes, with space for what is added.
+    Resize(u64, u64, Reserve),
 }
 
 impl Step {
@@ -123,6 +132,15 @@ impl Step {
                 let wish = Amend { version: Some(3), lazy_refcounts: Some(true), ..Amend::default() };
                 format.amend(image, &wish).await
             }
+            Self::Resize(size, below, reserve) => {
+                let before = Header::read(&**image).await?.size();
+                match *size < before {
+                    true => format.resize(image, *size, true).await,
+                    false => {
+                        format.grow_with(image, *size, &Growth { below: *below, reserve: *reserve }).await
+                    }
+                }
+            }
         }
     }
 
@@ -138,8 +156,23 @@ impl Step {
                 model.snapshots[index].0 = new.clone();
             }
             Self::Width(_) | Self::Upgrade => {}
+            Self::Resize(size, ..) => model.disk.resize(usize::try_from(*size).unwrap(), 0),
         }
     }
+}
+
+/// Writes the last sector of the disk once more: its cluster is the image's own then. As a caller does that makes a disk
+/// larger over a longer one.
+async fn own_the_end(kind: &QcowSetup, image: &SharedStorage) {
+    let disk = open(kind, image, None).await.unwrap();
+    let last = GuestOffset::new(disk.geometry().size - 512);
+    let bytes = disk.read(last, Buffer::zeroed(512)).await.unwrap();
+    disk.write(last, bytes, WriteFlags::default()).await.unwrap();
+    disk.close().await.unwrap();
+}
+
+fn len_below(kind: &QcowSetup) -> u64 {
+    if kind.has_base { base().len() as u64 } else { 0 }
 }
 
 /// Changes the disk at random.
@@ -156,7 +189,7 @@ async fn work(kind: &QcowSetup, image: &SharedStorage, random: &mut Random, requ
 #[test]
 #[allow(clippy::print_stderr, reason = "the counts are what the test is for")]
 fn whatever_the_order_each_snapshot_reads_as_when_it_was_made() {
-    let mut counts = [0_u64; 8];
+    let mut counts = [0_u64; 9];
     for kind in kinds() {
         for seed in 0..3 * scale() {
             let mut random = Random::from_seed(seed);
@@ -172,25 +205,29 @@ fn whatever_the_order_each_snapshot_reads_as_when_it_was_made() {
                             model.snapshots[usize::try_from(random.below(all as u64)).unwrap()].0.clone(),
                         ),
                     };
-                    let step = match (random.below(11), some) {
+                    let step = match (random.below(12), some) {
                         (9, _) if kind.options.version == 3 => Step::Width(*random.pick(&[4, 8, 16, 32, 64])),
                         (10, _) if kind.options.version == 3 || number > 12 => Step::Upgrade,
                         (0..=2, _) if model.snapshots.len() < 6 => Step::Create(format!("s{number}")),
                         (3, Some(name)) => Step::Revert(name),
                         (4 | 5, Some(name)) => Step::Delete(name),
                         (6, Some(name)) => Step::Rename(name, format!("r{number}")),
-                        (7, _) if kind.options.version == 3 && kind.options.encryption.is_none() => {
-                            let size = model.disk.len() as u64 + 512 * (1 + random.below(4));
-                            // What the image has below is not shown by growing.
-                            if grow(&image, size).await.is_ok() {
-                                counts[4] += 1;
-                                model.disk.resize(usize::try_from(size).unwrap(), 0);
-                                let found = model_of(&kind, &image).await.unwrap();
-                                if kind.has_base {
-                                    model.disk = found.disk; // the base may be longer
+                        (7 | 11, some) if kind.options.version == 3 || some.is_none() => {
+                            let size = 512 * (60 + random.below(700));
+                            let is_whole = kind.options.encryption.is_none()
+                                || (model.disk.len() as u64).is_multiple_of(kind.options.cluster_size);
+                            if size > model.disk.len() as u64 {
+                                if !is_whole {
+                                    continue;
                                 }
+                                own_the_end(&kind, &image).await;
                             }
-                            continue;
+                            let how = if kind.options.version == 2 {
+                                Reserve::Nothing
+                            } else {
+                                *random.pick(&RESERVES)
+                            };
+                            Step::Resize(size, len_below(&kind), how)
                         }
                         _ => {
                             model.disk = work(&kind, &image, &mut random, 4).await;
@@ -200,8 +237,11 @@ fn whatever_the_order_each_snapshot_reads_as_when_it_was_made() {
                     };
                     let when = format!("{}, seed {seed}, {number}: {step:?}", kind.name);
                     step.perform(&image).await.unwrap_or_else(|error| panic!("{when}: {}", error.chain()));
+                    let before = model.disk.len();
                     step.apply(&mut model);
                     counts[match step {
+                        Step::Resize(..) if model.disk.len() < before => 8,
+                        Step::Resize(..) => 4,
                         Step::Create(_) => 0,
                         Step::Revert(_) => 1,
                         Step::Delete(_) => 2,
@@ -222,8 +262,9 @@ fn whatever_the_order_each_snapshot_reads_as_when_it_was_made() {
         }
     }
     eprintln!(
-        "created {}, reverted {}, deleted {}, renamed {}, grown {}, written {}, of another width {}, upgraded {}",
-        counts[0], counts[1], counts[2], counts[3], counts[4], counts[5], counts[6], counts[7]
+        "created {}, reverted {}, deleted {}, renamed {}, grown {}, written {}, of another width {}, upgraded {}, \
+         shrunk {}",
+        counts[0], counts[1], counts[2], counts[3], counts[4], counts[5], counts[6], counts[7], counts[8]
     );
     assert!(counts.iter().all(|count| *count > 20), "{counts:?}");
 }
@@ -262,6 +303,13 @@ impl Cut {
                 let before = Model { disk: read_all(&*disk).await.unwrap(), ..before };
                 (image, before)
             }),
+        };
+        let step = match step {
+            // Larger again than the disk below, which is longer than the disk.
+            Step::Resize(size, _, how) if size > before.disk.len() as u64 => {
+                Step::Resize(size, len_below(kind), how)
+            }
+            step => step,
         };
         let mut after = before.clone();
         step.apply(&mut after);
@@ -355,15 +403,25 @@ fn steps() -> Vec<Step> {
         Step::Width(32),
         Step::Width(4),
         Step::Upgrade,
+        Step::Resize(70 << 10, 0, Reserve::Nothing),
+        Step::Resize((90 << 10) + 512, 0, Reserve::Nothing),
+        Step::Resize(4 << 20, 0, Reserve::Nothing),
+        Step::Resize(240 << 10, 0, Reserve::Places),
+        Step::Resize(260 << 10, 0, Reserve::Zeros),
     ]
 }
 
 fn cuts(is_open: bool) -> impl Iterator<Item = Cut> {
     let all = kinds().into_iter().flat_map(|kind| steps().into_iter().map(move |step| (kind.clone(), step)));
-    // Version 2 does not say that it was not closed.
-    let has_width =
-        |kind: &QcowSetup, step: &Step| kind.options.version == 3 || !matches!(step, Step::Width(_));
-    all.filter(move |(kind, step)| has_width(kind, step) && (!is_open || kind.options.version == 3))
+    // Version 2 does not say that it was not closed, and its snapshots have no size.
+    let fits = |kind: &QcowSetup, step: &Step| {
+        kind.options.version == 3 || !matches!(step, Step::Width(_) | Step::Resize(..))
+    };
+    // A disk that was not closed is recovered before it is resized.
+    let is_left = move |kind: &QcowSetup, step: &Step| {
+        !is_open || kind.options.version == 3 && !matches!(step, Step::Resize(..))
+    };
+    all.filter(move |(kind, step)| fits(kind, step) && is_left(kind, step))
         .map(move |(kind, step)| Cut::new(&kind, step, is_open))
 }
 
@@ -371,12 +429,13 @@ fn cuts(is_open: bool) -> impl Iterator<Item = Cut> {
 fn explore(cuts: impl Iterator<Item = Cut>, one_in: u64) {
     let (mut states, mut judged, mut nested) = (0, 0, 0);
     for cut in cuts {
-        // An amendment takes few writes.
-        let is_short = matches!(cut.step, Step::Width(_) | Step::Upgrade);
+        // An amendment takes few writes, and a larger disk may take one.
+        let is_short = matches!(cut.step, Step::Width(_) | Step::Upgrade | Step::Resize(..));
+        let least = if matches!(cut.step, Step::Resize(..)) { 0 } else { 1 };
         let one_in = if is_short { 1 } else { one_in };
         let care = Care { depth: Depth::NESTED, one_in, nested_one_in: 40 };
         let looked = explore_offline(&cut, &care).unwrap_or_else(|what| panic!("{what}"));
-        assert!(looked.states > if is_short { 1 } else { 2 }, "{}: {looked}", cut.name());
+        assert!(looked.states > if is_short { least } else { 2 }, "{}: {looked}", cut.name());
         (states, judged, nested) = (states + looked.states, judged + looked.judged, nested + looked.nested);
     }
     eprintln!("{states} states, {judged} judged, {nested} nested, 0 violations");

@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use vellum_core::pin::Pin;
-use vellum_core::{Context, ImageOffset, LocalFuture, Result, SharedStorage, Storage};
+use vellum_core::{BlockSize, Context, Error, ImageOffset, LocalFuture, Result, SharedStorage, Storage};
 use vellum_luks::SectorCipher;
 
 use super::amend::amend;
@@ -21,7 +21,7 @@ use super::open::OpenOptions;
 use super::{Qcow2, encrypted, resize, snapshot, snapshots};
 use crate::handover::{Handover, may_change};
 use crate::image::{
-    Amend, ClosedSnapshots, Compressing, Fact, Files, Format, Head, Machine, NewBacking,
+    Amend, ClosedSnapshots, Compressing, Fact, Files, Format, Growth, Head, Machine, NewBacking,
     OpenOptions as Options, Opened, Snapshot, SnapshotSupport, Wanted,
 };
 use crate::luks::{self, KeyArea};
@@ -91,12 +91,35 @@ impl Format for Qcow2Format {
         &'a self,
         image: &'a SharedStorage,
         size: u64,
-        _may_shrink: bool,
+        may_shrink: bool,
     ) -> LocalFuture<'a, Result<()>> {
         Box::pin(async move {
             changeable(image).await?;
-            resize::grow(image, size).await.map(drop)
+            let before = Header::read(&**image).await?.size();
+            match size < before {
+                true if may_shrink => resize::shrink(image, size).await.map(drop),
+                true => Err(Error::invalid(format!(
+                    "the disk has {before} bytes, and data beyond {size} would be lost: use --shrink"
+                ))),
+                false => resize::grow(image, size).await.map(drop),
+            }
         })
+    }
+
+    fn grow_with<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        size: u64,
+        growth: &'a Growth,
+    ) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move {
+            changeable(image).await?;
+            resize::grow_with(image, size, growth).await.map(drop)
+        })
+    }
+
+    fn hides_below<'a>(&'a self, image: &'a dyn Storage) -> LocalFuture<'a, Result<Option<BlockSize>>> {
+        Box::pin(async move { Ok(Some(Header::read(image).await?.cluster_size())) })
     }
 
     fn amend<'a>(&'a self, image: &'a SharedStorage, wish: &'a Amend) -> LocalFuture<'a, Result<()>> {

@@ -99,5 +99,5 @@ pub use image::Qcow2;
 pub use journal_setting::set_journal;
 pub use layout::JOURNAL_BYTES_DEFAULT;
 pub use open::OpenOptions;
-pub use resize::grow;
+pub use resize::{grow, grow_with, shrink};
 pub use snapshot::Snapshot;

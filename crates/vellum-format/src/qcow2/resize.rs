@@ -1,8 +1,22 @@
-//! A larger disk in an existing image, as far as the L1 table has room in its place.
+//! Another size for the disk in an existing image.
 //!
-//! The new entries of the table are durable zeros before one write of the header's first sector says that
-//! they exist and how large the disk is. What the last cluster held behind the old end is zero by then. So a crash leaves the old size or the new one. A table that must
-//! move, or a smaller disk, needs a copy of the image.
+//! ```text
+//!   larger, room in the L1 table      its new entries become zero       ── flush ──  header: entries, size   ── flush ──
+//!   larger, no room, a longer disk    an L1 table, L2 tables with zeros, refcounts, all beside the old
+//!   below, or space is reserved       ones (`shadow.rs`)                ── flush ──  header: L1, size        ── flush ──
+//!   smaller                           as above: without what is behind the end
+//! ```
+//!
+//! 1. The first sector of the header says how large the disk is. It is written once, when all that the new size needs is
+//!    durable: a crash leaves the old size or the new one, with right refcounts and without a leak.
+//! 2. What the last cluster held behind the old end is zero by then. What a longer disk below has there is never seen: zeros
+//!    are in its place, up to its end.
+//! 3. What becomes smaller loses nothing that a snapshot has: it is named less often.
+//! 4. What the L1 table names behind the end of the disk (a machine's state) is dropped when the disk grows.
+//! 5. Space that is reserved is there before the switch. Its clusters are zeros with a place.
+//! 6. A smaller disk keeps the entries of its L1 table as room, so that it grows again in the first way.
+//!
+//! Left out: bitmaps, which would have to change with the disk, and data in another file.
 
 use vellum_core::{Buffer, Context, Disk, Error, GuestOffset, Place, Result, SharedStorage, Storage, Zeroes};
 
@@ -10,56 +24,94 @@ use super::Qcow2;
 use super::header::Header;
 use super::layout::*;
 use super::open::OpenOptions;
-use crate::image::Files;
+use super::shadow::{Edit, Flags, Shadow};
+use super::snapshots::{checked, owned, put_l1};
+use super::tree::{count_table, each_table, read_l1, read_table, table_of, tables_of};
+use crate::image::{Files, Growth, Reserve};
 
 /// Enlarges the disk of a closed image. Returns the size before, in bytes.
 ///
 /// # Errors
-/// `Invalid` for a smaller size or one that is no multiple of 512, `Unsupported` when the L1 table has no
-/// room or something else in the image must change with the size, and errors of the storage.
+/// `Invalid` for a smaller size or one that is no multiple of 512, `Unsupported` when something else in the image must
+/// change with the size, and errors of the storage.
 pub async fn grow(image: &SharedStorage, size: u64) -> Result<u64> {
-    grow_inner(image, size).await.context(|| format!("can't resize {}", image.name()))
+    grow_with(image, size, &Growth::default()).await
 }
 
-async fn grow_inner(shared: &SharedStorage, size: u64) -> Result<u64> {
-    let image: &dyn Storage = &**shared;
-    let mut header = Header::read(image).await?;
+/// As above, over a longer disk below, or with space for what is added.
+///
+/// # Errors
+/// As above, and `NoSpace` when there is too little to reserve.
+pub async fn grow_with(image: &SharedStorage, size: u64, growth: &Growth) -> Result<u64> {
+    grow_inner(image, size, growth).await.context(|| format!("can't resize {}", image.name()))
+}
+
+/// Makes the disk of a closed image smaller. Returns the size before, in bytes. What is behind the new end is lost.
+///
+/// # Errors
+/// `Unsupported` when something else in the image must change with the size, and errors of the storage.
+pub async fn shrink(image: &SharedStorage, size: u64) -> Result<u64> {
+    shrink_inner(image, size).await.context(|| format!("can't resize {}", image.name()))
+}
+
+/// Refuses an image that cannot have another size.
+fn refuse(header: &Header, name: &str) -> Result<()> {
     if header.needs_replay() {
-        return Err(header.replay_first(image.name()));
+        return Err(header.replay_first(name));
     }
-    let before = header.size();
     let refusals = [
-        (size < before, "a qcow2 disk cannot be shrunk: copy the data to keep into a smaller image"),
         (header.is_dirty(), "the image was not closed: run `vellum recover` first"),
         (header.is_corrupt(), "the image is marked as corrupt: run `vellum check` first"),
-        (header.has_data_file(), "its data is in an external data file, which would have to grow as well"),
+        (header.has_data_file(), "its data is in an external data file, which would have to change as well"),
         (
             header.snapshot_count > 0 && header.version() < 3,
-            "its snapshots (version 2) have no size of their own",
+            "its snapshots (version 2) have no size of their own: `vellum amend -o compat=1.1` makes it version 3",
         ),
-        (
-            header.encryption().is_some() && !before.is_multiple_of(header.cluster_size().bytes()),
-            "it is encrypted, and its last cluster is not whole: what is behind the end of the disk there can be made \
-             zero only with its key. Copy it into a larger image",
-        ),
-        (header.bitmaps().is_some(), "it has persistent bitmaps, which would have to grow as well"),
+        (header.bitmaps().is_some(), "it has persistent bitmaps, which would have to change as well"),
     ];
-    if let Some((_, why)) = refusals.iter().find(|(is_so, _)| *is_so) {
-        return Err(Error::unsupported(*why));
+    match refusals.iter().find(|(is_so, _)| *is_so) {
+        Some((_, why)) => Err(Error::unsupported(*why)),
+        None => Ok(()),
     }
-    if !size.is_multiple_of(512) {
-        return Err(Error::invalid(format!("a disk of {size} bytes: the size must be a multiple of 512")));
+}
+
+fn check_size(size: u64) -> Result<()> {
+    match size.is_multiple_of(512) {
+        true => Ok(()),
+        false => Err(Error::invalid(format!("a disk of {size} bytes: the size must be a multiple of 512"))),
     }
-    refuse_named_behind(image, &header).await?;
-    let span = header.l1_span();
-    let room = header.cluster_size().round_up(span.len()).min(L1_BYTES_MAX) / 8;
+}
+
+async fn grow_inner(shared: &SharedStorage, size: u64, growth: &Growth) -> Result<u64> {
+    let image: &dyn Storage = &**shared;
+    let mut header = Header::read(image).await?;
+    refuse(&header, image.name())?;
+    let before = header.size();
+    if size < before {
+        return Err(Error::invalid(format!("the disk has {before} bytes, and {size} is smaller")));
+    }
+    check_size(size)?;
+    if header.encryption().is_some() && !before.is_multiple_of(header.cluster_size().bytes()) {
+        return Err(Error::unsupported(
+            "it is encrypted, and its last cluster is not whole: what is behind the end of the disk there can be made zero \
+             only with its key. Copy it into a larger image",
+        ));
+    }
+    let most = L1_BYTES_MAX / 8;
     let needed = size.div_ceil(header.l2_reach());
-    if needed > room {
-        let most = exact(room * header.l2_reach());
+    if needed > most {
+        let most = exact(most.saturating_mul(header.l2_reach()));
         return Err(Error::unsupported(format!(
             "this qcow2 image can grow to {most} at most; for more, copy it into one with larger clusters: \
              `vellum convert -O qcow2 -o cluster_size=2M OLD NEW`, and grow that"
         )));
+    }
+    let span = header.l1_span();
+    let room = header.cluster_size().round_up(span.len()).min(L1_BYTES_MAX) / 8;
+    let shows_more = growth.below > before && size > before;
+    let reserves = growth.reserve != Reserve::Nothing && size > before;
+    if needed > room || shows_more || reserves || names_behind(image, &header).await? {
+        return beside(shared, size, growth).await;
     }
     if needed > u64::from(header.l1_entries) {
         let rest = span.end().span((room - u64::from(header.l1_entries)) * 8);
@@ -74,22 +126,116 @@ async fn grow_inner(shared: &SharedStorage, size: u64) -> Result<u64> {
     Ok(before)
 }
 
-/// A larger disk would show what the L1 table names behind the end of this one: a machine's state, where another program has
-/// reverted to a snapshot with one.
-async fn refuse_named_behind(image: &dyn Storage, header: &Header) -> Result<()> {
+/// Whether a larger disk would show what the L1 table names behind the end of this one: a machine's state, where another
+/// program has reverted to a snapshot with one.
+async fn names_behind(image: &dyn Storage, header: &Header) -> Result<bool> {
     let used = header.size().div_ceil(header.l2_reach()) * 8;
     let (_, behind) = header.l1_span().split_at(used);
     if behind.is_empty() {
-        return Ok(());
+        return Ok(false);
     }
     let len = usize::try_from(behind.len()).expect("at most 32 MiB");
-    match image.read(behind.start(), Buffer::for_overwrite(len)).await?.is_zero() {
-        true => Ok(()),
-        false => Err(Error::unsupported(
-            "its table names data behind the end of the disk, such as the state of a machine. `vellum snapshot revert`, or a copy \
-             with `vellum convert`, leaves that out",
-        )),
+    Ok(!image.read(behind.start(), Buffer::for_overwrite(len)).await?.is_zero())
+}
+
+async fn shrink_inner(image: &SharedStorage, size: u64) -> Result<u64> {
+    check_size(size)?;
+    let header = Header::read(&**image).await?;
+    refuse(&header, image.name())?;
+    let before = header.size();
+    if size >= before {
+        return Err(Error::invalid(format!("the disk has {before} bytes, and {size} is not smaller")));
     }
+    beside(image, size, &Growth::default()).await?;
+    // The bytes behind the end are not the disk's any more. A disk that grows looks again.
+    if let Ok(header) = Header::read(&**image).await
+        && header.encryption().is_none()
+        && header.snapshot_count == 0
+    {
+        let _ = clear_behind_end(image, &header, header.cluster_size().round_up(size)).await;
+    }
+    Ok(before)
+}
+
+/// The disk gets another size with tables beside the old ones.
+async fn beside(image: &SharedStorage, size: u64, growth: &Growth) -> Result<u64> {
+    let header = checked(image).await?;
+    let before = header.size();
+    let Growth { below, reserve } = *growth;
+    let zeros = before..below.min(size).max(before);
+    let reserved = if reserve == Reserve::Nothing { 0..0 } else { before..size };
+    if header.version() < 3 && !(zeros.is_empty() && reserved.is_empty()) {
+        return Err(Error::unsupported(
+            "version 2 cannot record zeros, neither over what a longer backing image has nor where space is reserved: \
+             `vellum amend -o compat=1.1` makes it version 3",
+        ));
+    }
+    if cluster_count(&header, &reserved) > RESERVED_CLUSTERS_MAX {
+        let most = exact(RESERVED_CLUSTERS_MAX << header.cluster_size().shift());
+        return Err(Error::unsupported(format!(
+            "space for {most} at most is reserved at once: grow the disk in steps, or omit --preallocation"
+        )));
+    }
+    if size > before {
+        clear_behind_end(image, &header, size).await?;
+    }
+    let (reach, cluster, old) = (header.l2_reach(), header.cluster_size(), header.l1_span());
+    let l1 = read_l1(image, old).await?;
+    let mut shadow = Shadow::new(header.clone(), image).await?;
+    // What is behind the end, before or after, is named less often.
+    let end = before.min(size);
+    let used = usize::try_from(end.div_ceil(reach)).expect("at most 4 Mi").min(l1.len());
+    let (kept, dropped) = l1.split_at(used);
+    let named = tables_of(dropped);
+    let minus = &mut shadow.minus;
+    each_table(&header, image, &named, |_, times, table| count_table(&header, table, times, minus).map(drop))
+        .await?;
+    named.iter().for_each(|(table, times)| shadow.unshare(*table, *times));
+    // The table in which that end lies.
+    let mut kept = kept.to_vec();
+    let mut cut = None;
+    if let Some(table) = kept.last().and_then(|entry| table_of(*entry)).filter(|_| end % reach > 0) {
+        let keeps = usize::try_from(cluster.count_for(end % reach)).expect("a table is short");
+        let entry_len = usize::try_from(header.l2_entry_len()).expect("at most 16");
+        let mut rest = read_table(&header, image, table).await?.to_vec();
+        rest[..keeps * entry_len].fill(0);
+        count_table(&header, &rest, 1, &mut shadow.minus)?;
+        let is_edited = !zeros.is_empty() || !reserved.is_empty();
+        if is_edited || rest.iter().any(|byte| *byte != 0) {
+            cut = Some((table, keeps));
+            shadow.unshare(table, 1);
+            *kept.last_mut().expect("it was looked at") = 0;
+        }
+    }
+    let mut new = owned(&mut shadow, image, &kept).await?;
+    let needed = usize::try_from(size.div_ceil(reach)).expect("at most 4 Mi");
+    new.resize(needed.max(l1.len()), 0);
+    // As far as tables change: the one in which the disk has ended, and those of what is added.
+    let changes_from = usize::try_from(end / reach).expect("at most 4 Mi");
+    for (slot, entry) in new.iter_mut().enumerate().skip(changes_from) {
+        let first = slot as u64 * reach;
+        let part = |run: &std::ops::Range<u64>| {
+            run.start.max(first) - first..run.end.clamp(first, first + reach) - first
+        };
+        let (from, keeps) = match cut.take_if(|_| slot + 1 == used) {
+            Some((table, keeps)) => (Some(table), keeps),
+            None => (None, usize::MAX),
+        };
+        let (zeros, reserved) = (part(&zeros), part(&reserved));
+        if from.is_none() && zeros.is_empty() && reserved.is_empty() {
+            continue;
+        }
+        let places =
+            shadow.reserve(cluster.round_up(reserved.start)..cluster.round_up(reserved.end), reserve).await?;
+        let edit = Edit { keeps, zeros, places };
+        *entry = shadow.edit_table(from, Flags::ByCount, edit).await?.bytes() | COPIED;
+    }
+    shadow.drop_table(old);
+    put_l1(&mut shadow, &new).await?;
+    shadow.header.set_size(size);
+    shadow.header.void_session();
+    shadow.switch().await?;
+    Ok(before)
 }
 
 /// Makes zero what the last cluster holds behind the end of the disk, as far as a disk of this size would show it. Other
@@ -131,6 +277,13 @@ async fn clear_behind_end(image: &SharedStorage, header: &Header, size: u64) -> 
     image.flush().await
 }
 
+/// The counts of this many clusters are held in memory, where space is reserved for them: 1 TiB in clusters of 64 KiB.
+const RESERVED_CLUSTERS_MAX: u64 = 16 << 20;
+
+fn cluster_count(header: &Header, run: &std::ops::Range<u64>) -> u64 {
+    header.cluster_size().count_for(run.end - run.start)
+}
+
 /// A number of bytes in the largest unit that leaves no rest.
 fn exact(bytes: u64) -> String {
     let units = [(40, "TiB"), (30, "GiB"), (20, "MiB")];
@@ -152,24 +305,20 @@ mod tests {
     use crate::report::Repair;
 
     #[test]
-    fn as_far_as_the_table_has_room() {
+    fn as_far_as_the_table_has_room_and_then_with_a_larger_table() {
         // One cluster of 4 KiB has 512 entries, each for 2 MiB.
         let options = CreateOptions { size: 3 << 20, cluster_size: 4096, ..CreateOptions::without_journal() };
         let storage = MemoryStorage::new("image");
         let shared: SharedStorage = storage.clone();
         block_on(create(&*storage, None, &options)).unwrap();
-        for size in [3 << 20, 4 << 20, (4 << 20) + 512, 1 << 30] {
+        for size in [3 << 20, 4 << 20, (4 << 20) + 512, 1 << 30, (1 << 30) + 512, 64 << 30] {
             let before = block_on(grow(&shared, size)).unwrap();
             assert!(before <= size);
             let header = block_on(Header::read(&*storage)).unwrap();
             assert_eq!((header.size(), u64::from(header.l1_entries)), (size, size.div_ceil(2 << 20)));
             assert!(block_on(check(&header, &shared, Repair::Nothing, &mut |_| {})).unwrap().is_clean());
         }
-        for (size, why) in [
-            ((1 << 30) + 512, "can grow to 1 GiB at most"),
-            (1 << 20, "smaller"),
-            ((1 << 30) + 1, "multiple of 512"),
-        ] {
+        for (size, why) in [(1 << 20, "smaller"), ((64 << 30) + 1, "multiple of 512")] {
             let error = block_on(grow(&shared, size)).unwrap_err().chain();
             assert!(error.contains(why), "{error}");
         }

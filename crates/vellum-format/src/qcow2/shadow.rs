@@ -31,7 +31,7 @@ use vellum_core::{
     SharedStorage, Zeroes,
 };
 
-use super::entry::{ClusterState, Entries};
+use super::entry::{ClusterState, Entries, Units};
 use super::header::Header;
 use super::layout::{COPIED, IMAGE_END, OFFSET_MASK, REFCOUNT_TABLE_BYTES_MAX, be64, put64};
 use super::refcount;
@@ -39,11 +39,14 @@ use super::references::{GROUP, References, busy_groups};
 use super::tail::give_back_tail;
 use super::tree::{entries_in, read_table};
 use crate::hash::HashMap;
+use crate::image::Reserve;
 
 /// Blocks that are kept in memory for single looks, in bytes.
 const KEPT_BYTES: usize = 64 << 20;
 /// One punch takes at most this many bytes.
 const PUNCHED_AT_ONCE: u64 = 256 << 20;
+/// Zeros are written in pieces of this many bytes.
+const WRITTEN_AT_ONCE: u64 = 1 << 20;
 
 /// The flags that a copy of an L2 table has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,11 +57,29 @@ pub(super) enum Flags {
     ByCount,
 }
 
-/// An L2 table that is copied.
+/// How a copy of an L2 table differs from it, besides its flags.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Edit {
+    /// This many entries are kept; those behind them name nothing.
+    pub(super) keeps: usize,
+    /// What has nothing of its own in these bytes of what the table maps reads as zero: from the first whole unit to the end
+    /// of a cluster.
+    pub(super) zeros: Range<u64>,
+    /// Places for clusters that have none: which of the entries, and where the first one lies. They read as zero.
+    pub(super) places: Option<(Range<u64>, ImageOffset)>,
+}
+
+impl Edit {
+    /// None.
+    pub(super) const NONE: Self = Self { keeps: usize::MAX, zeros: 0..0, places: None };
+}
+
+/// An L2 table that is copied, or made new.
 struct TableCopy {
-    from: ImageOffset,
+    from: Option<ImageOffset>,
     to: ImageOffset,
     flags: Flags,
+    edit: Edit,
 }
 
 pub(super) struct Shadow<'a> {
@@ -79,6 +100,8 @@ pub(super) struct Shadow<'a> {
     free: Free,
     copies: Vec<TableCopy>,
     writes: Vec<(ImageOffset, Vec<u8>)>,
+    /// Space for data, and how it is reserved.
+    reserved: Vec<(ImageSpan, Reserve)>,
     /// Old blocks, for single looks.
     kept: HashMap<usize, Vec<u8>>,
     /// The end of the last cluster that was taken.
@@ -136,6 +159,7 @@ impl<'a> Shadow<'a> {
             free: Free::default(),
             copies: Vec::new(),
             writes: Vec::new(),
+            reserved: Vec::new(),
             kept: HashMap::default(),
             end: 0,
         })
@@ -266,9 +290,34 @@ impl<'a> Shadow<'a> {
 
     /// A copy of an L2 table, with these flags. It is counted as named once.
     pub(super) async fn copy_table(&mut self, from: ImageOffset, flags: Flags) -> Result<ImageOffset> {
+        self.edit_table(Some(from), flags, Edit::NONE).await
+    }
+
+    /// A copy of an L2 table that differs from it, or a new one. It is counted as named once.
+    pub(super) async fn edit_table(
+        &mut self,
+        from: Option<ImageOffset>,
+        flags: Flags,
+        edit: Edit,
+    ) -> Result<ImageOffset> {
         let to = self.place(self.cluster.bytes()).await?.start();
-        self.copies.push(TableCopy { from, to, flags });
+        self.copies.push(TableCopy { from, to, flags, edit });
         Ok(to)
+    }
+
+    /// Places for the clusters in these bytes of what a table maps, each counted as named once; nothing for none.
+    pub(super) async fn reserve(
+        &mut self,
+        bytes: Range<u64>,
+        how: Reserve,
+    ) -> Result<Option<(Range<u64>, ImageOffset)>> {
+        if bytes.is_empty() {
+            return Ok(None);
+        }
+        let entries = bytes.start >> self.cluster.shift()..bytes.end >> self.cluster.shift();
+        let place = self.place(bytes.end - bytes.start).await?;
+        self.reserved.push((place, how));
+        Ok(Some((entries, place.start())))
     }
 
     /// Writes a table to its place, with the rest.
@@ -375,7 +424,10 @@ impl<'a> Shadow<'a> {
         if end > self.image.len() {
             self.image.set_len(end).await.context(|| "can't grow the file")?;
         }
-        // First of all, because it shows whether the counts fit.
+        for (place, how) in std::mem::take(&mut self.reserved) {
+            self.fill(place, how).await.context(|| "can't reserve space for the disk")?;
+        }
+        // First of all tables, because it shows whether the counts fit.
         let freed = self.write_blocks(&blocks).await?;
         let mut bytes = vec![0; usize::try_from(table.len()).expect("at most 8 MiB")];
         // With another width nothing of the old structure stays.
@@ -387,8 +439,8 @@ impl<'a> Shadow<'a> {
         }
         self.writes.push((table.start(), bytes));
         self.header.set_refcount_table(table);
-        for TableCopy { from, to, flags } in std::mem::take(&mut self.copies) {
-            let table = self.copied(from, flags).await?;
+        for TableCopy { from, to, flags, edit } in std::mem::take(&mut self.copies) {
+            let table = self.copied(from, flags, &edit).await?;
             self.image.write(to, Buffer::copy_of(&table)).await.context(|| "can't write an L2 table")?;
             yield_now().await;
         }
@@ -398,9 +450,41 @@ impl<'a> Shadow<'a> {
         Ok(freed)
     }
 
+    /// Reserves the space of clusters for data.
+    async fn fill(&self, place: ImageSpan, how: Reserve) -> Result<()> {
+        let mut rest = place;
+        while !rest.is_empty() {
+            let (now, later) = match how {
+                Reserve::Nothing | Reserve::Places => return Ok(()),
+                Reserve::Space => rest.split_at(PUNCHED_AT_ONCE),
+                Reserve::Zeros => rest.split_at(WRITTEN_AT_ONCE),
+            };
+            match how {
+                Reserve::Zeros => {
+                    let len = usize::try_from(now.len()).expect("a piece is short");
+                    self.image.write(now.start(), Buffer::zeroed(len)).await?;
+                }
+                _ => self.image.write_zeroes(now, Zeroes::Allocated).await?,
+            }
+            rest = later;
+            yield_now().await;
+        }
+        Ok(())
+    }
+
     /// The bytes of a copy.
-    async fn copied(&mut self, from: ImageOffset, flags: Flags) -> Result<Vec<u8>> {
-        let mut table = read_table(&self.header, self.image, from).await?.to_vec();
+    async fn copied(&mut self, from: Option<ImageOffset>, flags: Flags, edit: &Edit) -> Result<Vec<u8>> {
+        let mut table = match from {
+            Some(from) => read_table(&self.header, self.image, from).await?.to_vec(),
+            None => vec![0; usize::try_from(self.cluster.bytes()).expect("at most 2 MiB")],
+        };
+        let kinds = Entries::of(&self.header);
+        let kept = edit.keeps.saturating_mul(kinds.words() * 8).min(table.len());
+        table[kept..].fill(0);
+        put_zeros(kinds, self.cluster, &mut table, edit.zeros.clone())?;
+        if let Some((places, at)) = &edit.places {
+            put_places(kinds, self.cluster, &mut table, places.clone(), *at)?;
+        }
         let entries: Vec<(usize, u64, ClusterState)> =
             entries_in(Entries::of(&self.header), &table).collect::<Result<_>>()?;
         for (at, word, state) in entries {
@@ -562,4 +646,63 @@ impl<'a> Shadow<'a> {
             }
         }
     }
+}
+
+/// The two words of an entry of a table.
+fn words_in(kinds: Entries, table: &[u8], index: usize) -> (u64, u64) {
+    let at = index * kinds.words() * 8;
+    (be64(table, at), if kinds.words() == 2 { be64(table, at + 8) } else { 0 })
+}
+
+fn put_words(kinds: Entries, table: &mut [u8], index: usize, (word, bitmap): (u64, u64)) {
+    let at = index * kinds.words() * 8;
+    put64(table, at, word);
+    if kinds.words() == 2 {
+        put64(table, at + 8, bitmap);
+    }
+}
+
+/// Makes what has nothing of its own in these bytes read as zero.
+fn put_zeros(kinds: Entries, cluster: BlockSize, table: &mut [u8], zeros: Range<u64>) -> Result<()> {
+    if zeros.is_empty() {
+        return Ok(());
+    }
+    for index in zeros.start >> cluster.shift()..cluster.count_for(zeros.end) {
+        let from = zeros.start.max(index << cluster.shift()) - (index << cluster.shift());
+        let index = usize::try_from(index).expect("a table is short");
+        let ClusterState::Plain(mut units) = kinds.decode(words_in(kinds, table, index))? else { continue };
+        let covered = kinds.covered(from, cluster.bytes());
+        let is_cut = kinds.touched(from, cluster.bytes()) & !covered;
+        if (units.alloc | units.zero) & is_cut != is_cut {
+            return Err(Error::unsupported(
+                "the disk ends within a cluster that is only in the backing image, which goes on: write to the last sector of \
+                 the disk first",
+            ));
+        }
+        units.zero |= covered & !units.alloc;
+        put_words(kinds, table, index, kinds.encode(units));
+    }
+    Ok(())
+}
+
+/// Gives clusters places, in which they read as zero.
+fn put_places(
+    kinds: Entries,
+    cluster: BlockSize,
+    table: &mut [u8],
+    entries: Range<u64>,
+    at: ImageOffset,
+) -> Result<()> {
+    for (number, index) in entries.enumerate() {
+        let index = usize::try_from(index).expect("a table is short");
+        match kinds.decode(words_in(kinds, table, index))? {
+            ClusterState::Plain(units) if units.host.is_none() => {
+                let host = Some(at + ((number as u64) << cluster.shift()));
+                let zeros = Units { host, copied: true, alloc: 0, zero: kinds.all() };
+                put_words(kinds, table, index, kinds.encode(zeros));
+            }
+            _ => return Err(Error::corrupt("the disk has a cluster behind its end: run `vellum check`")),
+        }
+    }
+    Ok(())
 }

@@ -163,18 +163,7 @@ impl<'a> Change<'a> {
 
     /// Writes the disk's L1 table to a new place.
     async fn put_l1(&mut self, l1: &[u64]) -> Result<()> {
-        let len = l1.len() as u64 * 8;
-        if l1.is_empty() {
-            let none = self.header().l1_offset.span(0);
-            self.shadow.header.set_l1(none);
-            return Ok(());
-        }
-        let span = self.shadow.place(len).await?;
-        let mut bytes = vec![0; l1.len() * 8];
-        l1.iter().enumerate().for_each(|(index, entry)| put64(&mut bytes, index * 8, *entry));
-        self.shadow.write(span, bytes);
-        self.shadow.header.set_l1(span);
-        Ok(())
+        put_l1(&mut self.shadow, l1).await
     }
 
     /// Writes the table of snapshots to a new place.
@@ -295,32 +284,53 @@ async fn delete_inner(image: &SharedStorage, wanted: Wanted<'_>) -> Result<()> {
 /// Sets the flags of what only the disk names after this.
 async fn own_again(change: &mut Change<'_>) -> Result<()> {
     let old = change.header().l1_span();
-    let header = change.header().clone();
     let l1 = read_l1(change.image, old).await?;
+    let new = owned(&mut change.shadow, change.image, &l1).await?;
+    if new != l1 {
+        change.shadow.drop_table(old);
+        change.put_l1(&new).await?;
+    }
+    Ok(())
+}
+
+/// The disk's L1 entries once all that is counted less often has been planned: what only the disk names then has its
+/// flags, in copies of tables where they change.
+pub(super) async fn owned(shadow: &mut Shadow<'_>, image: &SharedStorage, l1: &[u64]) -> Result<Vec<u64>> {
+    let header = shadow.header.clone();
     let (mut flagged, mut copies) = (Vec::new(), HashMap::default());
-    for table in tables_of(&l1).into_keys() {
+    for table in tables_of(l1).into_keys() {
         // What another snapshot shares has no flags, and gets none.
-        if change.shadow.count_after(table).await? != 1 {
+        if shadow.count_after(table).await? != 1 {
             continue;
         }
         flagged.push(table);
-        let bytes = super::tree::read_table(&header, change.image, table).await?;
-        if change.shadow.changes_flags(bytes.slice()).await? {
-            copies.insert(table, change.shadow.copy_table(table, Flags::ByCount).await?);
+        let bytes = super::tree::read_table(&header, image, table).await?;
+        if shadow.changes_flags(bytes.slice()).await? {
+            copies.insert(table, shadow.copy_table(table, Flags::ByCount).await?);
         }
     }
-    copies.keys().for_each(|table| change.shadow.unshare(*table, 1));
+    copies.keys().for_each(|table| shadow.unshare(*table, 1));
     let entry = |entry: u64| match table_of(entry) {
         None => 0,
         Some(table) if copies.contains_key(&table) => copies[&table].bytes() | COPIED,
         Some(table) if flagged.binary_search(&table).is_ok() => table.bytes() | COPIED,
         Some(table) => table.bytes(),
     };
-    let new: Vec<u64> = l1.iter().map(|old| entry(*old)).collect();
-    if new != l1 {
-        change.shadow.drop_table(old);
-        change.put_l1(&new).await?;
+    Ok(l1.iter().map(|old| entry(*old)).collect())
+}
+
+/// Writes the disk's L1 table to a new place.
+pub(super) async fn put_l1(shadow: &mut Shadow<'_>, l1: &[u64]) -> Result<()> {
+    if l1.is_empty() {
+        let none = shadow.header.l1_offset.span(0);
+        shadow.header.set_l1(none);
+        return Ok(());
     }
+    let span = shadow.place(l1.len() as u64 * 8).await?;
+    let mut bytes = vec![0; l1.len() * 8];
+    l1.iter().enumerate().for_each(|(index, entry)| put64(&mut bytes, index * 8, *entry));
+    shadow.write(span, bytes);
+    shadow.header.set_l1(span);
     Ok(())
 }
 

@@ -72,6 +72,14 @@ pub(crate) struct Args {
     /// With -n: the target is such a list
     #[arg(long, conflicts_with = "target_format", requires = "no_create")]
     target_image_opts: bool,
+    /// Copy only what reads differently from this image, which becomes the backing image of the target (qcow2, vellum)
+    ///
+    /// Its name is stored as it is given: a relative one is looked for beside the target.
+    #[arg(short = 'B', long, value_name = "FILE", conflicts_with_all = ["no_create", "compress", "sparse_size"])]
+    backing: Option<String>,
+    /// With -B: format of that image
+    #[arg(short = 'F', long, value_name = "FMT", value_parser = parse_format, requires = "backing")]
+    backing_format: Option<FormatKind>,
     /// Fill an existing target instead of creating one; it must be large enough
     #[arg(short = 'n', long)]
     no_create: bool,
@@ -162,10 +170,17 @@ async fn convert(args: &Args) -> Result<u64, Failure> {
         }
     }
     if new.backing_file.is_some() {
-        return Err(Error::invalid(
-            "a copy contains its whole disk and has no backing image; to create a clone, use `vellum create -b`",
-        )
-        .into());
+        return Err(Error::invalid("name the backing image of the copy with -B FILE -F FMT").into());
+    }
+    if args.backing.is_some() && args.backing_format.is_none() {
+        return Err(
+            Error::invalid("-B: give the format of that image: `-F raw`, `-F qcow2` or `-F vellum`").into()
+        );
+    }
+    if args.backing.is_some() && !matches!(args.target_format(), FormatKind::Qcow2 | FormatKind::Native) {
+        return Err(
+            Error::invalid("-B: a raw disk has no backing image: use `-O qcow2` or `-O vellum`").into()
+        );
     }
     if same_file(&args.source, &args.target) {
         return Err(
@@ -214,6 +229,7 @@ async fn convert(args: &Args) -> Result<u64, Failure> {
         rate: args.rate,
         salvages: args.salvage,
         compression: args.compress.then_some(ConvertCompression { level: args.level }),
+        backing: args.backing.clone().zip(args.backing_format),
     };
     let (is_encrypted, is_plain) = (source.is_any_encrypted(), Cell::new(false));
     let bar = OnceCell::new();

@@ -160,6 +160,7 @@ async fn copy(args: &Args, operands: &Operands) -> Result<(), Failure> {
         rate: None,
         salvages: false,
         compression: None,
+        backing: None,
     };
     let bar = OnceCell::new();
     let wish = Wish { is_wanted: args.progress, quiet: false, output: OutputFormat::Human };

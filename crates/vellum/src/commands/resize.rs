@@ -9,17 +9,18 @@ use serde_json::{Value, json};
 use vellum_core::{BlockSize, Error, Result, UrlPrefix};
 use vellum_daemon::closed::{ResizeOptions, resize};
 use vellum_daemon::control::{Request, call};
-use vellum_daemon::{FormatKind, IoMode, run as run_worker};
+use vellum_daemon::{FormatKind, IoMode, Preallocation, run as run_worker};
 
 use super::{Outcome, or_ask_server};
 use crate::args::{AllowArgs, OutputFormat, parse_format, parse_seconds, parse_size, parse_url_prefix};
 use crate::output::{say, say_json};
+use crate::secrets::SecretArgs;
 
 /// Grow the disk of an image, or shrink it with --shrink
 ///
 /// New space reads as zero. If a server has the image open, give its control socket with --control PATH
 /// instead of the image. A served disk can only grow. Virtual machines and FUSE files see the new size at once, NBD
-/// clients when they reconnect. qcow2 disks cannot be shrunk.
+/// clients when they reconnect.
 #[derive(clap::Args)]
 #[command(
     override_usage = "vellum resize [OPTIONS] FILE SIZE\n       vellum resize [OPTIONS] --control PATH SIZE"
@@ -33,6 +34,11 @@ pub(crate) struct Args {
     /// Allow shrinking; data beyond the new end is lost
     #[arg(long)]
     shrink: bool,
+    /// Space for what is added: off, metadata (qcow2), falloc, full (qcow2 and raw)
+    ///
+    /// metadata gives it places in the image, falloc reserves space of the host as well, full writes zeros there.
+    #[arg(long, value_name = "HOW", value_parser = parse_preallocation, default_value = "off", conflicts_with = "control")]
+    preallocation: Preallocation,
     /// Print nothing but errors
     #[arg(short, long)]
     quiet: bool,
@@ -56,12 +62,24 @@ pub(crate) struct Args {
     /// With --control: export name of the disk; optional if the server has one disk
     #[arg(long, value_name = "EXPORT", requires = "control")]
     disk: Option<String>,
+    #[command(flatten)]
+    secrets: SecretArgs,
     /// The image; omitted with --control
     #[arg(value_name = "FILE")]
     first: OsString,
     /// New size, such as 20G; +10G and -10G change it by that much
     #[arg(value_name = "SIZE", allow_hyphen_values = true)]
     second: Option<String>,
+}
+
+fn parse_preallocation(text: &str) -> Result<Preallocation> {
+    match text {
+        "off" => Ok(Preallocation::Off),
+        "metadata" => Ok(Preallocation::Metadata),
+        "falloc" => Ok(Preallocation::Falloc),
+        "full" => Ok(Preallocation::Full),
+        _ => Err(Error::invalid(format!("{text:?}: use off, metadata, falloc or full"))),
+    }
 }
 
 /// Whose disk changes.
@@ -97,6 +115,8 @@ pub(crate) fn run(args: &Args) -> Outcome {
             let options = ResizeOptions {
                 format: args.format,
                 may_shrink: args.shrink,
+                preallocation: args.preallocation,
+                secrets: args.secrets.read()?,
                 allow_dirs: AllowArgs {
                     allow_dir: args.allow_dir.clone(),
                     allow_url: args.allow_url.clone(),

@@ -290,16 +290,13 @@ pub(crate) static COMMANDS: &[Command] = &[
                 &["image-opts"],
             ),
             flag(None, "target-image-opts", Same("--target-image-opts"), "with `-n`"),
-            also(
-                with(
-                    Some('B'),
-                    "backing",
-                    Refused,
-                    "a copy has its whole disk: `vellum create -b` makes a clone, `vellum rebase` changes what is below one",
-                ),
-                &[],
+            with(
+                Some('B'),
+                "backing",
+                Same("--backing"),
+                "what reads the same in that image is not copied; not with -c, -n or -S",
             ),
-            with(Some('F'), "backing-format", Refused, "with -B"),
+            with(Some('F'), "backing-format", Same("--backing-format"), ""),
             flag(None, "bitmaps", Refused, "persistent bitmaps are not copied"),
             flag(None, "skip-broken-bitmaps", Refused, "persistent bitmaps are not copied"),
         ],
@@ -390,10 +387,10 @@ pub(crate) static COMMANDS: &[Command] = &[
         note: "`-f raw` is required for raw disks, because any file could be taken for one",
         has_sizes: true,
         own: &[
-            flag(None, "shrink", Same("--shrink"), "raw and vellum; a qcow2 disk is not made smaller"),
-            with(None, "preallocation", Refused, "what is added is a hole"),
+            flag(None, "shrink", Same("--shrink"), ""),
+            with(None, "preallocation", Same("--preallocation"), "qcow2 and raw"),
         ],
-        common: &[&QUIET, &FORMAT, &NO_IMAGE_OPTS, &NO_OBJECT],
+        common: &[&QUIET, &FORMAT, &NO_IMAGE_OPTS, &OBJECT],
     },
     Command {
         name: "snapshot",

@@ -49,6 +49,10 @@ fn command_lines_are_turned_into_ours() {
             "convert -n --target-is-zero -O raw a b",
             "convert --no-create --target-is-zero --target-format=raw -- a b",
         ),
+        (
+            "convert -B b -F raw -O qcow2 a c",
+            "convert --backing=b --backing-format=raw --target-format=qcow2 --options=extended_l2=off -- a c",
+        ),
         ("resize a -1G", "resize -- a -1G"),
         ("resize --shrink -f raw a +10G", "resize --shrink --format=raw -- a +10G"),
         ("rebase -b '' a", "rebase --backing= -- a"),
@@ -76,7 +80,6 @@ fn command_lines_are_turned_into_ours() {
         ("info --quiet=1 a", "quiet"),
         ("convert -t fast a b", "cache mode"),
         ("convert --bitmaps a b", "--bitmaps"),
-        ("convert -B b -O qcow2 a b", "-B"),
         ("convert -O raw a b c", "several"),
         ("amend --force -o compat=v3 a", "--force"),
         ("bitmap --add a b", "bitmap"),

@@ -104,7 +104,7 @@ fn a_disk_that_cannot_grow_goes_on_as_it_is() {
     other.write(0, &[2; 512], 0).expect("written");
     served.refuses(&["several disks"], "resize", &["5M"]);
     served.refuses(&["no export \"x\""], "resize", &["--disk", "x", "5M"]);
-    served.refuses(&["can grow to 4 TiB at most", "cluster_size=2M"], "resize", &["--disk", "", "1000T"]);
+    served.refuses(&["can grow to 2048 TiB at most", "cluster_size=2M"], "resize", &["--disk", "", "4E"]);
     served.refuses(
         &["at most 70368744177664 bytes", "larger units"],
         "resize",

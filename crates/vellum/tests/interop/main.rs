@@ -24,6 +24,7 @@ mod damaged;
 mod image;
 mod made;
 mod opinions;
+mod resizes;
 mod snapshots;
 mod writer;
 

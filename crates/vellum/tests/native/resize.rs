@@ -35,8 +35,6 @@ fn disks_of_every_format_grow() {
             if has("qemu-img") {
                 assert_eq!(run("qemu-img", &["check", &image]).code, 0);
             }
-            refused(&["cannot be shrunk"], &["resize", "--shrink", &image, "1M"]);
-            continue;
         }
         refused(&["--shrink"], &["resize", "-f", format, &image, "1M"]);
         vellum(&["resize", "-q", "-f", format, "--shrink", &image, "1M"]).answer();
@@ -45,6 +43,9 @@ fn disks_of_every_format_grow() {
         cut.resize(5 * MIB, 0);
         std::fs::write(dir.join("cut.raw"), &cut).expect("a model");
         same(&image, &dir.text("cut.raw"));
+        if format == "qcow2" && has("qemu-img") {
+            assert_eq!(run("qemu-img", &["check", &image]).code, 0);
+        }
     }
     for layout in ["zoned", "table"] {
         let (image, options) = (dir.text("large"), format!("layout={layout}"));
@@ -114,14 +115,8 @@ fn what_a_longer_backing_image_has_behind_the_end_does_not_show() {
         let (image, raw) = (dir.text(name), dir.text("read.raw"));
         vellum(&["create", "-f", format, "-b", &base, "-F", "raw", &image, "1M"]).answer();
         let mut model = vec![7; MIB];
-        if format == "vellum" {
-            vellum(&["resize", &image, "3M"]).answer();
-            model.resize(3 * MIB, 0);
-        } else {
-            refused(&["the backing image (2097152 bytes) is larger"], &["resize", &image, "+1M"]);
-            refused(&["the backing image (2097152 bytes) is larger"], &["resize", &image, "3M"]);
-            vellum(&["resize", &image, "1M"]).answer();
-        }
+        vellum(&["resize", &image, "3M"]).answer();
+        model.resize(3 * MIB, 0);
         vellum(&["convert", "-O", "raw", &image, &raw]).answer();
         assert!(std::fs::read(&raw).expect("the disk") == model, "{format}");
     }

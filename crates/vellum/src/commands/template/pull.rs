@@ -105,6 +105,7 @@ async fn fetch(args: &Args) -> Result<Pulled, Failure> {
         rate: None,
         salvages: false,
         compression: None,
+        backing: None,
     };
     let mut stop = Stop::new()?;
     let bar = OnceCell::new();

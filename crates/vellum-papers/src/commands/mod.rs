@@ -4,6 +4,7 @@ pub(crate) mod cowcache;
 pub(crate) mod fast16;
 pub(crate) mod fvd;
 pub(crate) mod hvd;
+mod progress;
 pub(crate) mod run;
 pub(crate) mod selfie;
 

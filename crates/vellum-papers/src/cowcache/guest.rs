@@ -3,7 +3,7 @@
 //! ```text
 //!   random   FIO's: whole sizes, aligned to the size, or shifted by half of it; it never flushes
 //!   mix      4 KiB, writes and reads; a write goes to a cluster that none has, or to one of those that have
-//!   oltp     a round: 5 writes of the database (2 or 8 KiB), reads of what was written, 256 KiB of log, a flush
+//!   oltp     a round: writes of the database (2 or 8 KiB), reads of what was written, 256 KiB of log, a flush
 //! ```
 //!
 //! The paper's OLTP guest is Filebench's, whose requests to the disk were not recorded, so this is a generator of our
@@ -20,12 +20,12 @@ use vellum_lab::guest::Request;
 
 use super::{CLUSTER_BYTES, DISK_BYTES};
 
-/// Writes of the database in a round of OLTP.
-pub(crate) const OLTP_WRITES: u64 = 5;
+/// Writes of the database in a hundred rounds of OLTP, where nothing else is said.
+pub(crate) const OLTP_WRITES_OF_100: u64 = 500;
 /// Reads in a round.
 pub(crate) const OLTP_READS: u64 = 24;
 /// What its log writes at a time, and how long the log is, before it begins again.
-const LOG_WRITE_BYTES: u64 = 256 << 10;
+pub(crate) const LOG_WRITE_BYTES: u64 = 256 << 10;
 const LOG_BYTES: u64 = 10 << 20;
 /// The database: as far as 8 MiB of tables reach with room to spare.
 const DATABASE_BYTES: u64 = 56 << 30;
@@ -40,12 +40,18 @@ pub(crate) enum Guest {
     Random { bytes: u64, is_aligned: bool },
     /// Writes and reads of 4 KiB; so many of three are writes, and so many of a hundred of these allocate.
     Mix { writes_of_three: u64, allocating_percent: u64 },
-    /// Rounds of OLTP with this size of request; so many of a thousand writes allocate.
-    Oltp { bytes: u64, allocating_permille: u64 },
+    /// Rounds of OLTP with this size of request; so many of a thousand writes allocate, and a hundred rounds have so
+    /// many writes of the database.
+    Oltp { bytes: u64, allocating_permille: u64, writes_of_100: u64 },
+}
+
+/// Writes and reads of so many rounds of OLTP.
+pub(crate) fn oltp_requests(rounds: u64, writes_of_100: u64) -> u64 {
+    rounds * (OLTP_READS + 1) + rounds * writes_of_100 / 100
 }
 
 impl Guest {
-    /// Its requests: writes and reads so many (rounds of OLTP are completed), and flushes beside them.
+    /// Its requests: writes and reads so many (rounds of OLTP are not begun that would be more), and flushes beside them.
     pub(crate) fn requests(self, count: u64, seed: u64) -> Box<dyn Iterator<Item = Request>> {
         let random = Random::from_seed(seed);
         let take = usize::try_from(count).expect("a count of requests");
@@ -57,11 +63,12 @@ impl Guest {
                 let places = Places::new(0, DISK_BYTES);
                 Box::new(Mix { random, places, writes_of_three, allocating_percent }.take(take))
             }
-            Self::Oltp { bytes, allocating_permille } => {
+            Self::Oltp { bytes, allocating_permille, writes_of_100 } => {
                 let places = Places::new(DATABASE_AT, DATABASE_BYTES);
-                let mut oltp = Oltp { random, places, bytes, allocating_permille, log: 0 };
-                let rounds = count.div_ceil(OLTP_WRITES + OLTP_READS + 1);
-                Box::new((0..rounds).flat_map(move |_| oltp.round()))
+                let mut oltp = Oltp { random, places, bytes, allocating_permille, writes_of_100, log: 0 };
+                let rounds =
+                    (0..).take_while(move |rounds| oltp_requests(rounds + 1, writes_of_100) <= count);
+                Box::new(rounds.flat_map(move |number| oltp.round(number)))
             }
         }
     }
@@ -150,16 +157,18 @@ struct Oltp {
     places: Places,
     bytes: u64,
     allocating_permille: u64,
+    writes_of_100: u64,
     log: u64,
 }
 
 impl Oltp {
-    fn round(&mut self) -> Vec<Request> {
+    fn round(&mut self, number: u64) -> Vec<Request> {
         // The log's write is one of the writes of which so many allocate, and does not.
-        let permille = self.allocating_permille * (OLTP_WRITES + 1) / OLTP_WRITES;
+        let of_100 = self.writes_of_100;
+        let permille = self.allocating_permille * (of_100 + 100) / of_100;
         let bytes = self.bytes;
         let mut round = Vec::new();
-        for _ in 0..OLTP_WRITES {
+        for _ in number * of_100 / 100..(number + 1) * of_100 / 100 {
             let is_fresh = self.random.below(1000) < permille;
             let offset = self.places.place(&mut self.random, bytes, is_fresh);
             round.push(Request::Write { offset, len: length(bytes) });
@@ -202,7 +211,7 @@ mod tests {
 
     #[test]
     fn oltp_allocates_as_often_as_the_table_says_and_stays_in_its_database() {
-        let guest = Guest::Oltp { bytes: 2048, allocating_permille: 731 };
+        let guest = Guest::Oltp { bytes: 2048, allocating_permille: 731, writes_of_100: 500 };
         let requests: Vec<_> = guest.requests(60_000, 1).collect();
         let (writes, allocating) = written_clusters(&requests);
         assert_eq!(writes, 12_000);
@@ -211,6 +220,11 @@ mod tests {
         assert_eq!(requests.iter().filter(|request| **request == Request::Flush).count(), 2000);
         let again: Vec<_> = guest.requests(60_000, 1).collect();
         assert_eq!(requests, again);
+        let guest = Guest::Oltp { bytes: 8192, allocating_permille: 745, writes_of_100: 673 };
+        let requests: Vec<_> = guest.requests(oltp_requests(1000, 673), 1).collect();
+        let (writes, allocating) = written_clusters(&requests);
+        assert_eq!((writes, requests.iter().filter(|one| **one == Request::Flush).count()), (7730, 1000));
+        assert!((730..760).contains(&(allocating * 1000 / writes)), "{allocating} of {writes}");
     }
 
     #[test]

@@ -7,14 +7,17 @@
 //!          └─► FlashDisk, the engine ─► flash (ForgetfulDrive)
 //!                     └───────────────► home ─► network (Device)
 //!
-//!   guest    FIO's random writes, mixes, OLTP       trdc     the rival: a cache below the format
-//!   trace    recorded ones: CloudPhysics, MSR       scene    one side with its devices, and what was counted
-//!                                                   timed    one side on modelled devices
+//!   guest          FIO's random writes, mixes, OLTP     trdc     the rival: a cache below the format
+//!   applications   Varmail, Fileserver, YCSB-A          scene    one side with its devices, and what was counted
+//!   trace          recorded ones: CloudPhysics, MSR     timed    one side on modelled devices
+//!                                                       format   what copy-on-write costs without a cache
 //! ```
 //!
 //! The rival's cache (TRDC in the paper) knows nothing of copy-on-write: it sees fills, reads of the base and whole
 //! tables like everything else. The format above it is our own qcow2 without a journal.
 
+pub(crate) mod applications;
+pub(crate) mod format;
 pub(crate) mod guest;
 mod processor;
 pub(crate) mod scene;

@@ -342,6 +342,17 @@ pub(crate) struct Asked {
 
 /// One request, to its end.
 pub(crate) async fn ask_one(disk: &SharedDisk, side: &Side, request: Request) -> Result<()> {
+    ask_disk(disk, request).await?;
+    if matches!(request, Request::Flush | Request::WriteThrough { .. })
+        && let Side::Rival(trdc) = side
+    {
+        trdc.sync().await;
+    }
+    Ok(())
+}
+
+/// One request of a disk, to its end.
+pub(crate) async fn ask_disk(disk: &SharedDisk, request: Request) -> Result<()> {
     let filled = |len: usize| {
         let mut buffer = Buffer::for_overwrite(len);
         buffer.fill(FILL);
@@ -367,15 +378,12 @@ pub(crate) async fn ask_one(disk: &SharedDisk, side: &Side, request: Request) ->
     }
     if matches!(request, Request::Flush | Request::WriteThrough { .. }) {
         disk.flush().await?;
-        if let Side::Rival(trdc) = side {
-            trdc.sync().await;
-        }
     }
     Ok(())
 }
 
 impl Asked {
-    fn note(&mut self, request: Request) {
+    pub(crate) fn note(&mut self, request: Request) {
         let is_write = matches!(request, Request::Write { .. } | Request::WriteThrough { .. });
         self.writes += u64::from(is_write);
         self.requests += u64::from(is_write || matches!(request, Request::Read { .. }));

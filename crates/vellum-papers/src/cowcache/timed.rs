@@ -38,11 +38,12 @@ const TENDED_EVERY: Duration = Duration::from_millis(20);
 /// How slow the network is, in percent of what the sheets say.
 pub(crate) const NETWORKS: [u32; 3] = [100, 50, 200];
 
-/// Requests a second over one side.
+/// Requests a second over one side. What comes before them is not timed.
 pub(crate) fn speed(
     is_ours: bool,
     policy: Policy,
     (sizes, network_percent): (Sizes, u32),
+    before: Vec<Request>,
     requests: impl Iterator<Item = Request> + 'static,
 ) -> Result<f64> {
     let world = World::new(SEED);
@@ -58,6 +59,7 @@ pub(crate) fn speed(
     })?);
     let has_ended = Arc::new(AtomicBool::new(false));
     tend(&world, &scene, &has_ended);
+    world.run(ask_many(&scene, &world.spawner(), before.into_iter(), DEPTH, &processor))?;
     let begun = world.now();
     let asked = world.run(ask_many(&scene, &world.spawner(), requests, DEPTH, &processor))?;
     let took = (world.now() - begun).as_secs_f64();

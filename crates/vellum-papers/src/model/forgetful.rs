@@ -2,7 +2,7 @@
 //! gigabytes.
 //!
 //! What is below `kept` is kept, for example metadata; what is behind it reads as one byte, for example zero. A drive that
-//! remembers keeps what is behind it too, where it is anything but that byte. Nothing is recorded and nothing fails: for
+//! remembers keeps what is behind it too, where it is anything but that byte, or another one for data that nobody reads. Nothing is recorded and nothing fails: for
 //! crashes there is [`Drive`](vellum_sim::Drive).
 
 use std::collections::HashSet;
@@ -26,6 +26,8 @@ pub(crate) struct ForgetfulDrive {
     at: u64,
     /// What is not kept reads as this.
     other: u8,
+    /// One that remembers forgets blocks of this byte.
+    forgotten: u8,
     remembers: bool,
     state: Mutex<State>,
 }
@@ -56,7 +58,16 @@ impl ForgetfulDrive {
     /// The same on a device of any kind; what is not kept reads as `other`.
     pub(crate) fn on(device: Arc<Device>, limits: Limits, (len, kept): (u64, u64), other: u8) -> Arc<Self> {
         let state = State { bytes: SparseBytes::default(), remembered: HashSet::new(), len };
-        Arc::new(Self { device, limits, kept, at: 0, other, remembers: false, state: Mutex::new(state) })
+        Arc::new(Self {
+            device,
+            limits,
+            kept,
+            at: 0,
+            other,
+            forgotten: other,
+            remembers: false,
+            state: Mutex::new(state),
+        })
     }
 
     /// The same, and it remembers. `kept` is a multiple of 4 KiB.
@@ -68,7 +79,15 @@ impl ForgetfulDrive {
     ) -> Arc<Self> {
         assert!(kept.is_multiple_of(BLOCK), "a block is kept as a whole, or is not");
         let state = State { bytes: SparseBytes::default(), remembered: HashSet::new(), len };
-        Arc::new(Self { device, limits, kept, at: 0, other, remembers: true, state: Mutex::new(state) })
+        let (forgotten, state) = (other, Mutex::new(state));
+        Arc::new(Self { device, limits, kept, at: 0, other, forgotten, remembers: true, state })
+    }
+
+    /// One that begins empty, reads as zeros and remembers all but blocks of this byte, which nobody may read.
+    pub(crate) fn forgetting(device: Arc<Device>, limits: Limits, forgotten: u8) -> Arc<Self> {
+        let state = State { bytes: SparseBytes::default(), remembered: HashSet::new(), len: 0 };
+        let state = Mutex::new(state);
+        Arc::new(Self { device, limits, kept: 0, at: 0, other: 0, forgotten, remembers: true, state })
     }
 
     /// The requests so far.
@@ -108,8 +127,9 @@ impl ForgetfulDrive {
             let (part, rest) = bytes.split_at(len);
             let is_kept = at.bytes() < self.kept;
             let is_whole = len as u64 == BLOCK;
-            let is_other = part.iter().all(|byte| *byte == self.other);
-            if !is_kept && is_other && (is_whole || !state.remembered.contains(&block)) {
+            let is_other = is_all(part, self.forgotten);
+            let is_as_before = self.forgotten == self.other && !state.remembered.contains(&block);
+            if !is_kept && is_other && (is_whole || is_as_before) {
                 if state.remembered.remove(&block) {
                     state.bytes.zero(ImageOffset::new(block * BLOCK).span(BLOCK));
                 }
@@ -127,6 +147,12 @@ impl ForgetfulDrive {
     fn kept(&self, span: ImageSpan) -> ImageSpan {
         span.intersect(ImageOffset::ZERO.span(self.kept))
     }
+}
+
+/// Whether all of these bytes are this one.
+fn is_all(bytes: &[u8], byte: u8) -> bool {
+    // Each equals the one before: a comparison of memory, which is far faster than byte by byte.
+    bytes.split_first().is_none_or(|(first, rest)| *first == byte && *rest == bytes[..rest.len()])
 }
 
 impl Storage for ForgetfulDrive {

@@ -8,6 +8,7 @@
 
 mod figures;
 mod judged;
+mod printed;
 mod rows;
 mod speeds;
 mod timed_rows;
@@ -24,11 +25,14 @@ use vellum_flash::{DiskOptions, FlashCache, FlashOptions, FlashPolicy, create};
 use vellum_format::qcow2::{self, CreateOptions, Preallocation};
 use vellum_lab::guest::Request;
 use vellum_lab::report::Table;
-use vellum_lab::trace::Trace;
 
+use self::printed::PRINTED;
 use self::speeds::Speeds;
+use super::progress::Progress;
 use super::{Options, on_all_processors};
-use crate::cowcache::guest::{Guest, OLTP_READS, OLTP_WRITES};
+use crate::cowcache::applications::Application;
+use crate::cowcache::format::{Amplified, Fragments, amplified};
+use crate::cowcache::guest::{Guest, OLTP_WRITES_OF_100};
 use crate::cowcache::scene::{Counted, Devices, Scene, Sizes, ask};
 use crate::cowcache::trace::{Form, Recorded};
 use crate::cowcache::trdc::Policy;
@@ -38,6 +42,12 @@ use crate::report::Made;
 
 /// Requests of a run: the paper's million, or fewer.
 const REQUESTS: (u64, u64) = (1_000_000, 10_000);
+/// One part in so many of the requests is made where only a figure shows them.
+const BETWEEN_PART: u64 = 10;
+/// Requests of the runs without a cache; what each costs does not depend on how many there are.
+const AMPLIFIED: (u64, u64) = (20_000, 500);
+/// One part in so many of an application where not all is made.
+const APPLICATION_PART: u64 = 20;
 /// Blocks of which the index is measured.
 const INDEX_BLOCKS: (u64, u64) = (1 << 20, 1 << 16);
 /// The disk whose metadata is counted for C4, and what one of 1 TiB has more of it.
@@ -114,7 +124,12 @@ struct Runs {
     through: Vec<Pair>,
     /// OLTP2-1, 2-8, 8-1, 8-8.
     oltp: Vec<Pair>,
-    varmail: Replayed,
+    /// OLTP8-1 and 8-8 with the mix of writes that their own columns in the paper come to.
+    oltp_of_rows: Vec<Pair>,
+    /// Figure 13's.
+    applications: Vec<Replayed>,
+    amplified: Vec<Amplified>,
+    fragments: Fragments,
     speeds: Speeds,
     traces: Vec<Replayed>,
     index_full: f64,
@@ -140,7 +155,7 @@ fn with_flushes(
 }
 
 /// What one side of a run is.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Job {
     guest: Guest,
     requests: u64,
@@ -149,6 +164,30 @@ struct Job {
     every: Option<u64>,
     policy: Policy,
     is_ours: bool,
+}
+
+impl Job {
+    /// What came of it, in a line.
+    fn said(&self, counted: &Counted) -> String {
+        let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
+        format!(
+            "{}: to flash {:.3} + {:.3} GiB of tables, {:.3} GiB of tables read, {:.1} % of lookups in memory",
+            self.name(),
+            gib(counted.flash_data),
+            gib(counted.flash_metadata),
+            gib(counted.flash_metadata_read),
+            100.0 * counted.hit_ratio()
+        )
+    }
+
+    fn name(&self) -> String {
+        let side = if self.is_ours { "the flash cache" } else { "TRDC" };
+        let every = self.every.map_or_else(String::new, |every| format!(", a flush after {every}"));
+        format!(
+            "{:?} of {} over {side}, {:?}, {} MiB{every}",
+            self.guest, self.requests, self.policy, self.memory_mib
+        )
+    }
 }
 
 fn counted(job: &Job) -> Result<Counted> {
@@ -206,14 +245,18 @@ fn replay(trace: &Recorded) -> Result<Vec<Replayed>> {
     Ok(percents.iter().zip(counted.chunks(2)).map(pair).collect())
 }
 
-/// The recorded varmail.
-fn varmail() -> Result<Replayed> {
-    let trace = Trace::recorded("varmail_16t")?;
-    let requests: Vec<_> = trace.requests.into_iter().map(|(_, request)| (Duration::ZERO, request)).collect();
-    let blocks = trace.end.div_ceil(BLOCK_BYTES).min(1 << 20);
-    let rival = replayed(&requests, blocks, None, false)?;
-    let ours = replayed(&requests, blocks, None, true)?;
-    Ok(Replayed { trace: "varmail_16t".to_owned(), percent: None, rival, ours })
+/// An application over one side.
+fn application(which: Application, part: u64, is_ours: bool) -> Result<Counted> {
+    let requests: Vec<_> =
+        which.requests(part, SEED)?.all().map(|request| (Duration::ZERO, request)).collect();
+    let blocks = |request: &(Duration, Request)| match request.1 {
+        Request::Write { len, .. } | Request::WriteThrough { len, .. } | Request::Read { len, .. } => {
+            len as u64 / BLOCK_BYTES + 2
+        }
+        _ => 0,
+    };
+    let blocks = requests.iter().map(blocks).sum::<u64>().min(1 << 20);
+    replayed(&requests, blocks, None, is_ours)
 }
 
 /// Bytes of memory for the index of `blocks` blocks, which are neighbours or lone, for each byte that is cached.
@@ -283,16 +326,8 @@ fn run_all(options: &Options, table: Table) -> Result<Runs> {
     let requests = of(REQUESTS);
     let sizes = [(4, true), (8, true), (16, true), (32, true), (64, true), (64, false)];
     let random = sizes.map(|(kib, is_aligned)| Guest::Random { bytes: kib << 10, is_aligned });
-    // As much data as the paper's table has, by rounds; and its shares of allocating writes.
-    let oltp =
-        [(2048, 731, 1, 13_988), (2048, 688, 8, 17_490), (8192, 745, 1, 13_507), (8192, 699, 8, 21_248)];
-    let oltp = oltp.map(|(bytes, allocating_permille, memory_mib, mib): (u64, u64, u64, u64)| {
-        let round = OLTP_WRITES * bytes.max(BLOCK_BYTES) + (256 << 10);
-        let rounds = if options.is_full { mib * MIB / round } else { 500 };
-        let requests = rounds * (OLTP_WRITES + OLTP_READS + 1);
-        let guest = Guest::Oltp { bytes, allocating_permille };
-        Job { guest, requests, memory_mib, every: None, policy: Policy::WriteBack, is_ours: false }
-    });
+    let oltp = PRINTED.map(|row| row.job(OLTP_WRITES_OF_100, options.is_full));
+    let oltp_of_rows = [&PRINTED[2], &PRINTED[3]].map(|row| row.job(row.writes_of_100(), options.is_full));
     let plain = |guest| Job {
         guest,
         requests,
@@ -303,9 +338,13 @@ fn run_all(options: &Options, table: Table) -> Result<Runs> {
     };
     let mut jobs: Vec<Job> = Vec::new();
     let both = |job: Job| [job, Job { is_ours: true, ..job }];
-    jobs.extend(random.iter().flat_map(|guest| both(plain(*guest))));
+    // Those between the smallest and the longest are in a figure alone, where each request costs the same.
+    let fewer = |guest| Job { requests: requests / BETWEEN_PART, ..plain(guest) };
+    jobs.extend(random[..1].iter().flat_map(|guest| both(plain(*guest))));
+    jobs.extend(random[1..4].iter().flat_map(|guest| both(fewer(*guest))));
+    jobs.extend(random[4..].iter().flat_map(|guest| both(plain(*guest))));
     jobs.extend([0, 4].iter().flat_map(|index| both(Job { every: Some(32), ..plain(random[*index]) })));
-    jobs.extend(oltp.iter().flat_map(|job| both(*job)));
+    jobs.extend(oltp.iter().chain(&oltp_of_rows).flat_map(|job| both(*job)));
     jobs.extend(MEMORY_MIB.map(|memory_mib| Job { memory_mib, ..plain(random[4]) }));
     jobs.push(Job { memory_mib: 1, ..plain(random[0]) });
     jobs.extend(
@@ -317,8 +356,18 @@ fn run_all(options: &Options, table: Table) -> Result<Runs> {
         is_ours: true,
         ..plain(random[4])
     }));
-    table.say(&format!("{} runs of {requests} requests", jobs.len()));
-    let done = on_all_processors(&jobs, counted)?;
+    let mut unique: Vec<Job> = Vec::new();
+    // The longest are at the end, and come first.
+    for job in jobs.iter().rev() {
+        if !unique.contains(job) {
+            unique.push(*job);
+        }
+    }
+    table.say(&format!("{} runs of {requests} requests", unique.len()));
+    let progress = Progress::new(options.is_full);
+    let made = on_all_processors(&unique, |job| progress.part(|made| job.said(made), || counted(job)))?;
+    let made_of = |job: &Job| made[unique.iter().position(|one| one == job).expect("each is made")];
+    let done: Vec<Counted> = jobs.iter().map(made_of).collect();
     let pair = |(jobs, both): (&[Job], &[Counted])| Pair {
         guest: jobs[0].guest,
         requests: jobs[0].requests,
@@ -326,12 +375,34 @@ fn run_all(options: &Options, table: Table) -> Result<Runs> {
         rival: both[0],
         ours: both[1],
     };
-    let pairs: Vec<Pair> = jobs[..24].chunks(2).zip(done.chunks(2)).map(pair).collect();
-    let by_memory = MEMORY_MIB.iter().copied().zip(done[24..29].iter().copied()).collect();
+    let pairs: Vec<Pair> = jobs[..28].chunks(2).zip(done.chunks(2)).map(pair).collect();
+    let by_memory = MEMORY_MIB.iter().copied().zip(done[28..33].iter().copied()).collect();
     let mut traces = Vec::new();
     for trace in &recorded {
         traces.extend(replay(trace)?);
     }
+    let part = if options.is_full { 1 } else { APPLICATION_PART };
+    let sides: Vec<(Application, bool)> =
+        Application::ALL.iter().flat_map(|which| [(*which, false), (*which, true)]).collect();
+    let counted = on_all_processors(&sides, |(which, is_ours)| {
+        let side = if *is_ours { "the flash cache" } else { "TRDC" };
+        progress.part(
+            |made| format!("{} over {side}: {made:?}", which.name()),
+            || application(*which, part, *is_ours),
+        )
+    })?;
+    let applications = sides.chunks(2).zip(counted.chunks(2)).map(|(sides, both)| Replayed {
+        trace: sides[0].0.name().to_owned(),
+        percent: None,
+        rival: both[0],
+        ours: both[1],
+    });
+    let applications = applications.collect();
+    let kinds: Vec<(Guest, bool)> =
+        random.iter().flat_map(|guest| [(*guest, false), (*guest, true)]).collect();
+    let amplified = on_all_processors(&kinds, |(guest, is_flushed)| {
+        progress.part(|made| format!("{made:?}"), || amplified(*guest, *is_flushed, of(AMPLIFIED)))
+    })?;
     let (blocks, metadata_disk) = (of(INDEX_BLOCKS), of(METADATA_DISK));
     let metadata = |cluster| Ok(metadata_bytes(metadata_disk, cluster)? * (DISK_BYTES / metadata_disk));
     Ok(Runs {
@@ -339,16 +410,23 @@ fn run_all(options: &Options, table: Table) -> Result<Runs> {
         random: pairs[..6].to_vec(),
         flushed: pairs[6..8].to_vec(),
         by_memory,
-        small_memory: done[29],
-        through: jobs[30..34].chunks(2).zip(done[30..34].chunks(2)).map(pair).collect(),
-        ours_by_memory: MEMORY_MIB.iter().copied().zip(done[34..].iter().copied()).collect(),
+        small_memory: done[33],
+        through: jobs[34..38].chunks(2).zip(done[34..38].chunks(2)).map(pair).collect(),
+        ours_by_memory: MEMORY_MIB.iter().copied().zip(done[38..].iter().copied()).collect(),
         oltp: pairs[8..12].to_vec(),
-        varmail: varmail()?,
-        speeds: Speeds::run(options.is_full)?,
+        oltp_of_rows: pairs[12..].to_vec(),
+        applications,
+        amplified,
+        fragments: Fragments::made(),
+        speeds: Speeds::run(options.is_full, progress)?,
         traces,
-        index_full: index_bytes(blocks, false)?,
-        index_lone: index_bytes(blocks / 16, true)?,
-        metadata_bytes: [metadata(64 << 10)?, metadata(4 << 10)?],
+        index_full: progress.part(|_| "the index".to_owned(), || index_bytes(blocks, false))?,
+        index_lone: progress
+            .part(|_| "the index of lone blocks".to_owned(), || index_bytes(blocks / 16, true))?,
+        metadata_bytes: [
+            progress.part(|_| "metadata of a qcow2".to_owned(), || metadata(64 << 10))?,
+            progress.part(|_| "metadata of a qcow2".to_owned(), || metadata(4 << 10))?,
+        ],
     })
 }
 

@@ -3,18 +3,22 @@
 use serde::Serialize;
 use vellum_core::Result;
 use vellum_lab::guest::Request;
-use vellum_lab::trace::Trace;
 
 use super::super::on_all_processors;
+use super::super::progress::Progress;
 use super::MIB;
+use super::printed::{PRINTED, Printed};
 use crate::cowcache::BLOCK_BYTES;
-use crate::cowcache::guest::{Guest, OLTP_READS, OLTP_WRITES};
+use crate::cowcache::applications::{Application, Asked};
+use crate::cowcache::guest::{Guest, OLTP_WRITES_OF_100, oltp_requests};
 use crate::cowcache::scene::Sizes;
 use crate::cowcache::timed::{NETWORKS, recovery, speed};
 use crate::cowcache::trdc::Policy;
 
 /// Requests of a run. A speed settles early; there is no time for the paper's million.
 const REQUESTS: (u64, u64) = (10_000, 600);
+/// One part in so many of an application.
+const APPLICATION_PART: (u64, u64) = (10, 50);
 const SEED: u64 = 17;
 /// What is dirty when a recovery begins: as much as of the paper's trace prn_0.
 const RECOVERED_BYTES: (u64, u64) = (13_926 << 20, 32 << 20);
@@ -53,7 +57,8 @@ pub(super) struct Guests {
     pub(super) mixed: [Vec<Speed>; 2],
     /// OLTP2-1, 2-8, 8-1, 8-8.
     pub(super) oltp: Vec<Speed>,
-    pub(super) varmail: Speed,
+    /// Figure 13's.
+    pub(super) applications: Vec<Speed>,
 }
 
 /// All of them.
@@ -70,7 +75,7 @@ pub(super) struct Speeds {
 #[derive(Debug, Clone, Copy)]
 enum Asks {
     Made(Guest),
-    Varmail,
+    Application(Application),
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -81,46 +86,43 @@ struct Job {
 }
 
 fn one(job: &Job, is_ours: bool, policy: Policy, network: u32) -> Result<f64> {
-    let requests: Box<dyn Iterator<Item = Request>> = match job.asks {
-        Asks::Made(guest) => guest.requests(job.requests, SEED),
-        Asks::Varmail => {
-            let trace = Trace::recorded("varmail_16t")?;
-            let is_work = |phase: &Option<String>| phase.as_deref() == Some("w");
-            Box::new(
-                trace
-                    .requests
-                    .into_iter()
-                    .filter(move |(phase, _)| is_work(phase))
-                    .map(|(_, request)| request),
-            )
+    let (before, requests): (Vec<Request>, Box<dyn Iterator<Item = Request>>) = match job.asks {
+        Asks::Made(guest) => (Vec::new(), guest.requests(job.requests, SEED)),
+        // Here `requests` is the part of it.
+        Asks::Application(which) => {
+            let Asked { before, work } = which.requests(job.requests, SEED)?;
+            (before, Box::new(work.into_iter()))
         }
     };
     let blocks = match job.asks {
         Asks::Made(Guest::Random { bytes, .. }) => job.requests * (bytes / BLOCK_BYTES + 1),
         Asks::Made(_) => job.requests * 2,
-        Asks::Varmail => 64 << 10,
+        Asks::Application(_) => 1 << 20,
     };
     let sizes =
         Sizes { blocks: None, blocks_max: blocks * 5 / 4 + 65_536, memory_bytes: job.memory_mib * MIB };
-    speed(is_ours, policy, (sizes, network), requests)
+    speed(is_ours, policy, (sizes, network), before, requests)
 }
 
 impl Speeds {
-    pub(super) fn run(is_full: bool) -> Result<Self> {
+    pub(super) fn run(is_full: bool, progress: Progress) -> Result<Self> {
         let of = |(full, small): (u64, u64)| if is_full { full } else { small };
-        let (requests, recovered) = (of(REQUESTS), of(RECOVERED_BYTES));
-        let recovery = NETWORKS.map(|network| recovery(recovered, network));
+        let recovered = of(RECOVERED_BYTES);
+        let recovery = on_all_processors(&NETWORKS, |network| {
+            progress.part(|_| format!("recovery, network {network} %"), || recovery(recovered, *network))
+        })?;
         Ok(Self {
-            back: Guests::run(requests, Policy::WriteBack)?,
-            through: Guests::run(requests, Policy::WriteThrough)?,
-            recovery: recovery.into_iter().collect::<Result<_>>()?,
+            back: Guests::run(is_full, Policy::WriteBack, progress)?,
+            through: Guests::run(is_full, Policy::WriteThrough, progress)?,
+            recovery,
             recovered_bytes: recovered,
         })
     }
 }
 
 impl Guests {
-    fn run(requests: u64, policy: Policy) -> Result<Self> {
+    fn run(is_full: bool, policy: Policy, progress: Progress) -> Result<Self> {
+        let requests = if is_full { REQUESTS.0 } else { REQUESTS.1 };
         let made = |guest, memory_mib| Job { asks: Asks::Made(guest), memory_mib, requests };
         let random = SIZES.map(|(kib, is_aligned)| Guest::Random { bytes: kib << 10, is_aligned });
         let mut jobs: Vec<Job> = MEMORY_MIB.iter().map(|memory| made(random[4], *memory)).collect();
@@ -131,22 +133,35 @@ impl Guests {
                     .map(|allocating_percent| made(Guest::Mix { writes_of_three, allocating_percent }, 128)),
             );
         }
-        for (bytes, allocating_permille, memory_mib) in
-            [(2048, 731, 1), (2048, 688, 8), (8192, 745, 1), (8192, 699, 8)]
-        {
-            let rounds = requests.div_ceil(OLTP_WRITES + OLTP_READS + 1);
-            let requests = rounds * (OLTP_WRITES + OLTP_READS + 1);
-            let job = made(Guest::Oltp { bytes, allocating_permille }, memory_mib);
+        for Printed { bytes, allocating_permille, memory_mib, .. } in PRINTED {
+            let writes_of_100 = OLTP_WRITES_OF_100;
+            let rounds = requests / oltp_requests(1, writes_of_100);
+            let requests = oltp_requests(rounds, writes_of_100);
+            let job = made(Guest::Oltp { bytes, allocating_permille, writes_of_100 }, memory_mib);
             jobs.push(Job { requests, ..job });
         }
-        jobs.push(Job { asks: Asks::Varmail, memory_mib: 128, requests });
+        jobs.extend(Application::ALL.map(|which| Job {
+            asks: Asks::Application(which),
+            memory_mib: 128,
+            requests: if is_full { APPLICATION_PART.0 } else { APPLICATION_PART.1 },
+        }));
         let sides: Vec<(Job, bool, u32)> = jobs
             .iter()
             .flat_map(|job| NETWORKS.map(|network| [(*job, false, network), (*job, true, network)]))
             .flatten()
             .collect();
-        let speeds =
-            on_all_processors(&sides, |(job, is_ours, network)| one(job, *is_ours, policy, *network))?;
+        let speeds = on_all_processors(&sides, |(job, is_ours, network)| {
+            progress.part(
+                |speed| {
+                    let side = if *is_ours { "the flash cache" } else { "TRDC" };
+                    let Job { asks, memory_mib, .. } = job;
+                    format!(
+                        "{asks:?} over {side}, {policy:?}, {memory_mib} MiB, network {network} %: {speed:.0} a second"
+                    )
+                },
+                || one(job, *is_ours, policy, *network),
+            )
+        })?;
         let speeds: Vec<Speed> = speeds
             .chunks(6)
             .map(|six| Speed { rival: [six[0], six[2], six[4]], ours: [six[1], six[3], six[5]] })
@@ -156,7 +171,7 @@ impl Guests {
             random: speeds[3..9].to_vec(),
             mixed: [speeds[9..12].to_vec(), speeds[12..15].to_vec()],
             oltp: speeds[15..19].to_vec(),
-            varmail: speeds[19],
+            applications: speeds[19..].to_vec(),
         })
     }
 }

@@ -128,8 +128,13 @@ fn counted_rows_of_cowcache_are_exact_and_a_hostile_trace_is_refused() {
     assert_eq!(of(4, "rival", "flash-data"), 10_000 << 16);
     assert_eq!(of(4, "ours", "flash-data"), 10_000 << 16);
     for index in 0..6 {
-        assert_eq!(of(index, "ours", "network-requests"), 0, "an allocating write stays here");
+        assert_eq!(of(index, "ours", "network-in-writes"), 0, "an allocating write stays here");
+        assert_eq!(of(index, "ours", "network-requests"), 0, "and so few go home later");
     }
+    // The base is read on both sides of 4 KiB, or on one.
+    let waited = of(0, "rival", "network-in-writes");
+    assert!((9_000..=20_000).contains(&waited) && waited == of(0, "rival", "network-requests"), "{waited}");
+    assert_eq!(of(4, "rival", "network-in-writes"), 0, "a whole cluster needs nothing of the base");
     let rows = rows(&report);
     let verdicts: Vec<&str> =
         rows.iter().filter(|(id, ..)| id == "C13" || id == "C31").map(|(.., verdict)| &**verdict).collect();

@@ -220,10 +220,10 @@ mod tests {
         assert_eq!(requests.iter().filter(|request| **request == Request::Flush).count(), 2000);
         let again: Vec<_> = guest.requests(60_000, 1).collect();
         assert_eq!(requests, again);
-        let guest = Guest::Oltp { bytes: 8192, allocating_permille: 745, writes_of_100: 673 };
-        let requests: Vec<_> = guest.requests(oltp_requests(1000, 673), 1).collect();
+        let guest = Guest::Oltp { bytes: 8192, allocating_permille: 745, writes_of_100: 696 };
+        let requests: Vec<_> = guest.requests(oltp_requests(1000, 696), 1).collect();
         let (writes, allocating) = written_clusters(&requests);
-        assert_eq!((writes, requests.iter().filter(|one| **one == Request::Flush).count()), (7730, 1000));
+        assert_eq!((writes, requests.iter().filter(|one| **one == Request::Flush).count()), (7960, 1000));
         assert!((730..760).contains(&(allocating * 1000 / writes)), "{allocating} of {writes}");
     }
 

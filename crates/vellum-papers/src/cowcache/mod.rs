@@ -10,7 +10,7 @@
 //!   guest          FIO's random writes, mixes, OLTP     trdc     the rival: a cache below the format
 //!   applications   Varmail, Fileserver, YCSB-A          scene    one side with its devices, and what was counted
 //!   trace          recorded ones: CloudPhysics, MSR     timed    one side on modelled devices
-//!                                                       format   what copy-on-write costs without a cache
+//!   order          which request waits for which        format   what copy-on-write costs without a cache
 //! ```
 //!
 //! The rival's cache (TRDC in the paper) knows nothing of copy-on-write: it sees fills, reads of the base and whole
@@ -19,6 +19,7 @@
 pub(crate) mod applications;
 pub(crate) mod format;
 pub(crate) mod guest;
+mod order;
 mod processor;
 pub(crate) mod scene;
 pub(crate) mod timed;

@@ -20,6 +20,7 @@ use vellum_format::qcow2::{self, CreateOptions, Header, OpenOptions, Qcow2};
 use vellum_lab::guest::Request;
 use vellum_sim::{Spawner, World};
 
+use super::order::Order;
 use super::processor::Processor;
 use super::trdc::{Base, DataSide, FILL, Policy, TableSide, Trdc, TrdcCounts};
 use super::{BLOCK_BYTES, CLUSTER_BYTES, DISK_BYTES};
@@ -102,6 +103,8 @@ pub(crate) struct Counted {
     pub(crate) network_written: u64,
     /// Requests that the network carried.
     pub(crate) network_requests: u64,
+    /// Of them, those that a write of the guest waited for.
+    pub(crate) network_in_writes: u64,
 }
 
 impl Counted {
@@ -281,6 +284,7 @@ impl Scene {
             network_read: network.bytes_read - before.bytes_read,
             network_written: network.bytes_written - before.bytes_written,
             network_requests: requests_of(network) - requests_of(before),
+            network_in_writes: asked.network_in_writes,
             ..Counted::default()
         };
         match &self.side {
@@ -338,6 +342,8 @@ fn ring_and_slices(slots: u64) -> u64 {
 pub(crate) struct Asked {
     pub(crate) requests: u64,
     pub(crate) writes: u64,
+    /// Requests over the network from the beginning to the end of a write; known where one comes after the other.
+    network_in_writes: u64,
 }
 
 /// One request, to its end.
@@ -384,18 +390,27 @@ pub(crate) async fn ask_disk(disk: &SharedDisk, request: Request) -> Result<()> 
 
 impl Asked {
     pub(crate) fn note(&mut self, request: Request) {
-        let is_write = matches!(request, Request::Write { .. } | Request::WriteThrough { .. });
+        let is_write = is_write(request);
         self.writes += u64::from(is_write);
         self.requests += u64::from(is_write || matches!(request, Request::Read { .. }));
     }
 }
 
+fn is_write(request: Request) -> bool {
+    matches!(request, Request::Write { .. } | Request::WriteThrough { .. })
+}
+
 /// All requests, one after the other; now and then what a server does beside them.
 pub(crate) async fn ask(scene: &Scene, requests: impl Iterator<Item = (Duration, Request)>) -> Result<Asked> {
     let mut asked = Asked::default();
+    let network = || requests_of(scene.devices.network.counts());
     for (time, request) in requests {
+        let before = network();
         ask_one(&scene.disk, &scene.side, request).await?;
         asked.note(request);
+        if is_write(request) {
+            asked.network_in_writes += network() - before;
+        }
         if asked.requests.is_multiple_of(64) {
             scene.tend(time).await;
         }
@@ -403,7 +418,7 @@ pub(crate) async fn ask(scene: &Scene, requests: impl Iterator<Item = (Duration,
     Ok(asked)
 }
 
-/// All requests, so many at a time, each after the guest's processor has had it.
+/// All requests, so many at a time, in [`Order`], each after the guest's processor has had it.
 pub(crate) async fn ask_many(
     scene: &Rc<Scene>,
     spawner: &Spawner,
@@ -413,15 +428,24 @@ pub(crate) async fn ask_many(
 ) -> Result<Asked> {
     let requests = Rc::new(RefCell::new(requests));
     let asked = Rc::new(RefCell::new(Asked::default()));
+    let order = Rc::new(Order::default());
     let workers = (0..depth).map(|_| {
         let (scene, requests, asked) = (scene.clone(), requests.clone(), asked.clone());
-        let processor = processor.clone();
+        let (processor, order) = (processor.clone(), order.clone());
         spawner.spawn(async move {
             loop {
                 let next = requests.borrow_mut().next();
                 let Some(request) = next else { return Ok(()) };
+                let is_read = matches!(request, Request::Read { .. });
+                let number = (!is_read).then(|| order.take(request == Request::Flush));
+                if let Some(number) = number {
+                    order.turn(number).await;
+                }
                 processor.work(request).await;
                 ask_one(&scene.disk, &scene.side, request).await?;
+                if let Some(number) = number {
+                    order.end(number);
+                }
                 asked.borrow_mut().note(request);
             }
         })

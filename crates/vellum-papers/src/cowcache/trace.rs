@@ -35,6 +35,7 @@ const XZ_MAGIC: [u8; 6] = [0xfd, b'7', b'z', b'X', b'Z', 0];
 pub(crate) struct Recorded {
     /// The name of its file, without endings.
     pub(crate) name: String,
+    pub(crate) form: Form,
     /// Reads and writes, and when each came, counted from the first.
     pub(crate) requests: Vec<(Duration, Request)>,
 }
@@ -70,7 +71,7 @@ impl Recorded {
             true => parse(BufReader::new(XzReader::new(file, true)), form),
             false => parse(file, form),
         };
-        Ok(Self { name, requests: requests.context(context)? })
+        Ok(Self { name, form, requests: requests.context(context)? })
     }
 
     /// How many blocks are touched.
@@ -229,7 +230,7 @@ mod tests {
             parse(own, Form::Named),
             [(Duration::ZERO, write(0, 512)), (Duration::from_micros(3), read(512, 512))]
         );
-        let trace = Recorded { name: String::new(), requests: parse(own, Form::Named) };
+        let trace = Recorded { name: String::new(), form: Form::Named, requests: parse(own, Form::Named) };
         assert_eq!(trace.blocks(), 1);
     }
 

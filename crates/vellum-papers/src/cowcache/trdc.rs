@@ -14,7 +14,8 @@
 //! 3. A table that is on no medium yet is a miss without a read.
 //! 4. A block that is admitted, or goes home because it leaves, is not waited for; it takes the devices' time.
 //! 5. A flush of the guest sends dirty tables to flash, as the paper says of OLTP, and a block of refcounts with them.
-//!    How often they go without a flush is not published, so without one they stay.
+//!    How often they go without a flush is not published, so without one they stay. With writethrough the store is flushed
+//!    too, at the same time: it is to have all.
 //!
 //! A lookup is counted as the format makes it. Bytes of data are not kept: they read as `FILL`.
 
@@ -252,7 +253,13 @@ impl Trdc {
         for _ in 0..cleaned {
             self.write_table().await;
         }
-        self.flash.pass(Operation::Flush, run(0)).await;
+        let of_flash = self.flash.pass(Operation::Flush, run(0));
+        match self.policy {
+            Policy::WriteBack => of_flash.await,
+            Policy::WriteThrough => {
+                zip(of_flash, self.network.pass(Operation::Flush, run(0))).await;
+            }
+        }
     }
 
     async fn write_table(&self) {
@@ -454,8 +461,14 @@ impl Storage for DataSide {
         })
     }
 
+    /// With writethrough the format's own order is one on the store, as it is below the flash cache.
     fn flush(&self) -> LocalFuture<'_, Result<()>> {
-        Box::pin(async { Ok(()) })
+        Box::pin(async {
+            if self.trdc.policy == Policy::WriteThrough {
+                self.trdc.network.pass(Operation::Flush, run(0)).await;
+            }
+            Ok(())
+        })
     }
 
     fn write_zeroes(&self, _span: ImageSpan, _how: Zeroes) -> LocalFuture<'_, Result<()>> {

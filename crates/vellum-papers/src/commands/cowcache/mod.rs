@@ -89,6 +89,8 @@ impl Pair {
 #[serde(rename_all = "kebab-case")]
 struct Replayed {
     trace: String,
+    /// One of MSR's, as the paper's are.
+    is_msr: bool,
     /// None: flash has room for all.
     percent: Option<u64>,
     rival: Counted,
@@ -238,6 +240,7 @@ fn replay(trace: &Recorded) -> Result<Vec<Replayed>> {
         on_all_processors(&jobs, |(percent, is_ours)| replayed(&trace.requests, blocks, *percent, *is_ours))?;
     let pair = |(percent, both): (&Option<u64>, &[Counted])| Replayed {
         trace: trace.name.clone(),
+        is_msr: trace.form == Form::Msr,
         percent: *percent,
         rival: both[0],
         ours: both[1],
@@ -393,6 +396,7 @@ fn run_all(options: &Options, table: Table) -> Result<Runs> {
     })?;
     let applications = sides.chunks(2).zip(counted.chunks(2)).map(|(sides, both)| Replayed {
         trace: sides[0].0.name().to_owned(),
+        is_msr: false,
         percent: None,
         rival: both[0],
         ours: both[1],

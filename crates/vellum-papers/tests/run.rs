@@ -132,6 +132,8 @@ fn counted_rows_of_cowcache_are_exact_and_a_hostile_trace_is_refused() {
         assert_eq!(of(index, "ours", "network-requests"), 0, "and so few go home later");
     }
     // The base is read on both sides of 4 KiB, or on one.
+    assert_eq!(of(0, "rival", "base-reads"), of(0, "rival", "network-in-writes"));
+    assert_eq!((of(0, "ours", "base-reads"), of(4, "rival", "base-reads")), (0, 0));
     let waited = of(0, "rival", "network-in-writes");
     assert!((9_000..=20_000).contains(&waited) && waited == of(0, "rival", "network-requests"), "{waited}");
     assert_eq!(of(4, "rival", "network-in-writes"), 0, "a whole cluster needs nothing of the base");

@@ -53,7 +53,8 @@ pub(crate) fn amplified(guest: Guest, is_flushed: bool, requests: u64) -> Result
     // A guest that only writes reads no data.
     let image: SharedStorage = ForgetfulDrive::forgetting(device.clone(), Limits::plain(), FILL);
     let nothing = ForgetfulDrive::on(Device::instant(), Limits::plain(), (DISK_BYTES, 0), FILL);
-    let below: SharedDisk = Arc::new(Base { through: None, network: device.clone(), bytes: nothing });
+    let below: SharedDisk =
+        Arc::new(Base { through: None, network: device.clone(), bytes: nothing, reads: Arc::default() });
     block_on(async {
         let options = CreateOptions {
             size: DISK_BYTES,

@@ -4,6 +4,7 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde::Serialize;
@@ -53,6 +54,8 @@ pub(crate) struct Scene {
     pub(crate) disk: SharedDisk,
     pub(crate) devices: Devices,
     pub(crate) side: Side,
+    /// How often the base was read. What fills a cluster comes from there.
+    base_reads: Arc<AtomicU64>,
     /// What the network had carried before the first request: the image was made and opened.
     network_before: IoCounts,
 }
@@ -105,6 +108,8 @@ pub(crate) struct Counted {
     pub(crate) network_requests: u64,
     /// Of them, those that a write of the guest waited for.
     pub(crate) network_in_writes: u64,
+    /// Reads of the base.
+    pub(crate) base_reads: u64,
 }
 
 impl Counted {
@@ -128,9 +133,11 @@ fn forgetful(device: Arc<Device>, len: u64, kept: u64) -> SharedStorage {
     ForgetfulDrive::on(device, Limits::plain(), (len, kept), FILL)
 }
 
-/// The base as a disk.
-fn base(through: Option<Arc<Trdc>>, network: Arc<Device>) -> SharedDisk {
-    Arc::new(Base { through, network, bytes: forgetful(Device::instant(), DISK_BYTES, 0) })
+/// The base as a disk, and how often it is read.
+fn base(through: Option<Arc<Trdc>>, network: Arc<Device>) -> (SharedDisk, Arc<AtomicU64>) {
+    let reads = Arc::new(AtomicU64::new(0));
+    let bytes = forgetful(Device::instant(), DISK_BYTES, 0);
+    (Arc::new(Base { through, network, bytes, reads: reads.clone() }), reads)
 }
 
 /// A new overlay of the paper's kind: its metadata in one file, its data in another. Returns the header, and where
@@ -158,10 +165,10 @@ impl Scene {
         let tables = usize::try_from(sizes.memory_bytes / CLUSTER_BYTES).expect("a memory");
         let both = (devices.flash.clone(), devices.network.clone());
         let trdc = Trdc::new(both, policy, tables, sizes.blocks);
-        let below = base(Some(trdc.clone()), devices.network.clone());
+        let (below, base_reads) = base(Some(trdc.clone()), devices.network.clone());
         let disk = Self::rival_image(&trdc, below, 0).await?;
         let network_before = devices.network.counts();
-        Ok(Self { disk, devices, side: Side::Rival(trdc), network_before })
+        Ok(Self { disk, devices, side: Side::Rival(trdc), base_reads, network_before })
     }
 
     /// An overlay of the rival over what there is.
@@ -217,10 +224,10 @@ impl Scene {
             tables: tables.as_ref().map(cached),
             ..OpenOptions::default()
         };
-        let below = base(None, devices.network.clone());
+        let (below, base_reads) = base(None, devices.network.clone());
         let files = Files { image, data_file: Some(data), below: Some(below) };
         let home = Qcow2::open(header, files, options).await?;
-        Self::opened(devices, (policy, sizes), (plain, cache, home), tables).await
+        Self::opened(devices, (policy, sizes), (plain, cache, home), (tables, base_reads)).await
     }
 
     /// The cache in `flash`.
@@ -239,7 +246,7 @@ impl Scene {
         devices: Devices,
         (policy, sizes): (Policy, Sizes),
         (flash, cache, home): (SharedStorage, Arc<FlashCache>, SharedDisk),
-        tables: Option<Arc<FlashMetadata>>,
+        (tables, base_reads): (Option<Arc<FlashMetadata>>, Arc<AtomicU64>),
     ) -> Result<Self> {
         let options = DiskOptions {
             disk: [1; 16],
@@ -255,7 +262,7 @@ impl Scene {
         let before = cache.counts();
         let network_before = devices.network.counts();
         let ours = Ours { cache, disk: disk.clone(), tables, flash, home, sizes, before };
-        Ok(Self { disk, devices, side: Side::Ours(Box::new(ours)), network_before })
+        Ok(Self { disk, devices, side: Side::Ours(Box::new(ours)), base_reads, network_before })
     }
 
     /// The same cache, which was not closed, opened again.
@@ -263,7 +270,8 @@ impl Scene {
         let Side::Ours(ours) = self.side else { panic!("the rival's recovery is not modelled") };
         let Ours { flash, home, sizes, .. } = *ours;
         let cache = Self::cache(&flash, Some(world), sizes).await?;
-        Self::opened(self.devices, (Policy::WriteBack, sizes), (flash, cache, home), None).await
+        let below = (None, self.base_reads);
+        Self::opened(self.devices, (Policy::WriteBack, sizes), (flash, cache, home), below).await
     }
 
     /// Sends home all that is dirty.
@@ -285,6 +293,7 @@ impl Scene {
             network_written: network.bytes_written - before.bytes_written,
             network_requests: requests_of(network) - requests_of(before),
             network_in_writes: asked.network_in_writes,
+            base_reads: self.base_reads.load(Ordering::Relaxed),
             ..Counted::default()
         };
         match &self.side {

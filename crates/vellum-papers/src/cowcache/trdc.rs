@@ -20,6 +20,7 @@
 //! A lookup is counted as the format makes it. Bytes of data are not kept: they read as `FILL`.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use futures_lite::future::zip;
@@ -498,6 +499,8 @@ pub(crate) struct Base {
     pub(crate) network: Arc<Device>,
     /// What `map` names.
     pub(crate) bytes: SharedStorage,
+    /// How often it was read.
+    pub(crate) reads: Arc<AtomicU64>,
 }
 
 /// The base's number among the images.
@@ -511,6 +514,7 @@ impl Disk for Base {
     fn read(&self, at: GuestOffset, mut buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
         Box::pin(async move {
             let len = buffer.len() as u64;
+            self.reads.fetch_add(1, Ordering::Relaxed);
             match &self.through {
                 Some(trdc) => trdc.read(BASE, at.bytes(), len).await,
                 None => self.network.pass(Operation::Read, run(len)).await,

@@ -142,7 +142,16 @@ fn counted_rows_of_cowcache_are_exact_and_a_hostile_trace_is_refused() {
         rows.iter().filter(|(id, ..)| id == "C13" || id == "C31").map(|(.., verdict)| &**verdict).collect();
     assert_eq!(
         verdicts,
-        ["reproduced", "better", "better", "not-comparable", "reproduced", "reproduced", "reproduced"]
+        [
+            "reproduced",
+            "better",
+            "better",
+            "not-comparable",
+            "reproduced",
+            "reproduced",
+            "reproduced",
+            "not-comparable"
+        ]
     );
     assert!(rows.iter().any(|(id, ..)| id == "C27") && dir.path().join("cowcache-15.csv").exists());
 

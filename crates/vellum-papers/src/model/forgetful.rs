@@ -52,7 +52,8 @@ impl ForgetfulDrive {
     /// A part of a device that others have parts of too: from byte `at` on. Nothing keeps it from being longer than meant.
     pub(crate) fn part(device: Arc<Device>, at: u64, limits: Limits, (len, kept): (u64, u64)) -> Arc<Self> {
         let state = State { bytes: SparseBytes::default(), remembered: HashSet::new(), len };
-        Arc::new(Self { device, limits, kept, at, other: 0, remembers: false, state: Mutex::new(state) })
+        let state = Mutex::new(state);
+        Arc::new(Self { device, limits, kept, at, other: 0, forgotten: 0, remembers: false, state })
     }
 
     /// The same on a device of any kind; what is not kept reads as `other`.

@@ -450,13 +450,19 @@ impl Served {
             State::Paused(since) => ("paused", Some(since.as_secs())),
             State::Running if self.record.is_poisoned() || self.disk.is_broken() => ("poisoned", None),
             State::Running if self.life().is_cut_off() => ("closed", None),
-            State::Running if self.chain.try_read().is_some_and(|chain| chain.is_none()) => ("closed", None),
+            State::Running if self.has_no_image() => ("closed", None),
             State::Running if is_hung() => ("hung", None),
             State::Running if self.valve.waiting_for_space() > 0 || self.record.is_full() => {
                 ("no space", None)
             }
             State::Running => ("running", None),
         }
+    }
+
+    /// Whether a change closed the image and could not open it again.
+    fn has_no_image(&self) -> bool {
+        let Some(chain) = self.chain.try_read() else { return false };
+        chain.as_ref().is_none_or(|chain| chain.gone().is_some())
     }
 
     /// Stops background work that can be continued later. To be called before the disk is closed, and now and

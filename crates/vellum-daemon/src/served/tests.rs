@@ -17,9 +17,11 @@ use super::*;
 
 const SIZE: u64 = 4 << 20;
 
-/// A storage whose flushes do not end while it is slow.
+/// A storage whose flushes do not end while it is slow, and fail when there have been some.
 struct Slow {
     inner: Arc<MemoryStorage>,
+    /// How many flushes do not fail.
+    flushes_left: AtomicUsize,
     is_slow: AtomicBool,
     waiting: AtomicUsize,
     changed: Event,
@@ -30,6 +32,7 @@ impl Slow {
         let inner = MemoryStorage::new("image");
         Arc::new(Self {
             inner,
+            flushes_left: AtomicUsize::new(usize::MAX),
             is_slow: AtomicBool::default(),
             waiting: AtomicUsize::default(),
             changed: Event::new(),
@@ -79,7 +82,13 @@ impl Storage for Slow {
                 changed.await;
             }
             self.waiting.fetch_sub(1, Ordering::SeqCst);
-            self.inner.flush().await
+            match self
+                .flushes_left
+                .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1))
+            {
+                Ok(_) => self.inner.flush().await,
+                Err(_) => Err(Error::new(ErrorKind::Io, "this flush fails")),
+            }
         })
     }
 
@@ -232,6 +241,40 @@ fn a_disk_whose_flush_hangs_is_not_reopened_and_goes_on() {
         until("the flush ends", || storage.waiting() == 0).await;
         served.disk().flush().await.unwrap_or_else(|error| panic!("nothing was lost: {}", error.chain()));
         server.remove().await.unwrap_or_else(|error| panic!("{}", error.chain()));
+    });
+    done.expect("a worker");
+    workers.join();
+}
+
+/// A change of snapshots closes the image, and cannot open it again when flushes fail. Requests fail then, and the state says why.
+#[test]
+fn a_disk_that_a_failed_change_has_closed_says_so() {
+    let mode = IoMode::Threads;
+    let workers = Workers::start(WorkersConfig { threads: 1, mode, ..WorkersConfig::default() });
+    let workers = workers.expect("a worker");
+    let handle = workers.handle();
+    let done = vellum_io::run(mode, async || {
+        let mut closed = 0;
+        for flushes in 0..12 {
+            let storage = Slow::new();
+            let options = qcow2::CreateOptions { size: SIZE, ..Default::default() };
+            qcow2::create(&*storage, None, &options).await.expect("a new image");
+            let server = Server::new(storage.clone(), handle.clone());
+            let served = server.add(0).await;
+            write(&served, 0, 7).await;
+            storage.flushes_left.store(flushes, Ordering::SeqCst);
+            let made = served.snapshot_create("one").await;
+            let buffer = Buffer::for_overwrite(4096);
+            let read = served.disk().read(GuestOffset::ZERO, buffer).await;
+            if read.as_ref().is_err_and(|error| error.kind() == ErrorKind::Closed) {
+                assert!(made.is_err());
+                assert_eq!(served.state().0, "closed", "after {flushes} flushes");
+                closed += 1;
+            }
+            storage.flushes_left.store(usize::MAX, Ordering::SeqCst);
+            let _ = server.remove().await;
+        }
+        assert!(closed > 0, "no failed flush leaves it closed");
     });
     done.expect("a worker");
     workers.join();

@@ -177,7 +177,7 @@ impl Home {
         let flash = flash.await;
         self.is_closed.store(true, Ordering::Release);
         // No step of the background begins any more, and the one that is under way has the row and the image until it ends.
-        drop(self.tending.lock().await);
+        *self.tending.lock().await = true;
         drop(std::mem::take(&mut *lock(&self.below)));
         self.cache.forget_home(self);
         let home = self.disk.close().await;

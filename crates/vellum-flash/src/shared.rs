@@ -155,9 +155,9 @@ pub(crate) struct Home {
     pub(crate) beginning: async_lock::Mutex<()>,
     /// Held by the one write-back that is under way.
     pub(crate) writing_back: async_lock::Mutex<()>,
-    /// Held while the background tends it. A close waits for that: what is published later would be found in a row that
-    /// another disk may have by then.
-    pub(crate) tending: Arc<async_lock::Mutex<()>>,
+    /// Held while the background tends it; true once it is closed. A close waits for that: what is published later would be found in a
+    /// row that another disk may have by then.
+    pub(crate) tending: Arc<async_lock::Mutex<bool>>,
     /// A fill asked for a flush of home.
     pub(crate) wants_flush: AtomicBool,
     pub(crate) is_closed: AtomicBool,

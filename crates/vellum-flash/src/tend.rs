@@ -9,13 +9,13 @@
 //! 1. What is done for all waits for flash alone.
 //! 2. A disk is tended once at a time, and waits for no other. A server gives each step a task of its own
 //!    ([`FlashCache::tend_with`]), so that a home which does not answer holds up nothing else.
-//! 3. A step ends before its disk is closed, and none begins after that.
+//! 3. A step ends before its disk is closed, and none begins after that. Nor does one that waits hold the image.
 //! 4. What others need room of goes home before anything else.
 //! 5. What was read of a disk that does not answer makes way when the memory for it is short.
 
 use std::collections::btree_map::Entry;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use futures_lite::future::zip;
@@ -49,16 +49,21 @@ struct Round {
 }
 
 /// A disk that is being tended, and how much of the rate it has.
+/// While its step waits for its turn it holds neither the disk nor its image, which may be opened anew meanwhile.
 struct Tended {
-    home: Arc<Home>,
+    home: Weak<Home>,
+    row: u16,
+    cache: Arc<FlashCache>,
+    /// The disk's.
+    tending: Arc<async_lock::Mutex<bool>>,
     bytes: u64,
 }
 
 impl Drop for Tended {
     fn drop(&mut self) {
-        lock(&self.home.cache.tended).remove(&self.home.row);
-        let mut pace = lock(&self.home.cache.pace);
-        pace.allowed = pace.allowed.saturating_add(self.bytes).min(self.home.cache.options.bytes_per_second);
+        lock(&self.cache.tended).remove(&self.row);
+        let mut pace = lock(&self.cache.pace);
+        pace.allowed = pace.allowed.saturating_add(self.bytes).min(self.cache.options.bytes_per_second);
     }
 }
 
@@ -81,14 +86,17 @@ impl Tended {
     /// True when there is more to do at once.
     async fn step(self, round: Round) -> bool {
         // Given back when the image is let go, too: whoever closes the disk may open it again at once.
-        let alone = self.home.tending.lock_arc().await;
-        let has_more = self.home.is_open() && self.step_alone(round).await;
-        drop(alone);
+        let is_closed = self.tending.clone().lock_arc().await;
+        if *is_closed {
+            return false;
+        }
+        let Some(home) = self.home.upgrade() else { return false };
+        let has_more = self.step_alone(home, round).await;
+        drop(is_closed);
         has_more
     }
 
-    async fn step_alone(mut self, round: Round) -> bool {
-        let home = self.home.clone();
+    async fn step_alone(mut self, home: Arc<Home>, round: Round) -> bool {
         let wanted = lock(&home.cache.wanted).remove(&home.row);
         if let Some(block) = wanted {
             let _written = home.noting(home.write_back_from(block).await);
@@ -145,7 +153,7 @@ impl FlashCache {
             spawn(Box::pin(trim.run()));
         }
         for (tended, round) in self.steps(now).await {
-            let cache = tended.home.cache.clone();
+            let cache = tended.cache.clone();
             spawn(Box::pin(async move {
                 if tended.step(round).await {
                     cache.has_more.store(true, Ordering::Relaxed);
@@ -237,7 +245,8 @@ impl FlashCache {
         let bytes = pace.allowed.min(STEP_BYTES);
         pace.allowed -= bytes;
         drop(pace);
-        Some(Tended { home, bytes })
+        let (row, tending) = (home.row, home.tending.clone());
+        Some(Tended { home: Arc::downgrade(&home), row, cache: home.cache.clone(), tending, bytes })
     }
 
     /// For blocks that were read, or are written through: clean ones give up their slots, this many more than would be

@@ -31,10 +31,13 @@ impl Stop {
         let watch = spawn_local(async move {
             if signals.next().await.is_ok() {
                 raised.store(true, Ordering::Relaxed);
-                // What the first one ends in good order may take long: a second one ends it as a kill does.
+                // What the first one ends in good order may take long: a second one ends it as a kill does. A terminal that is closed sends
+                // SIGHUP twice.
                 spawn_local(async move {
-                    if signals.next().await.is_ok() {
-                        std::process::exit(STOPPED_CODE);
+                    while let Ok(signal) = signals.next().await {
+                        if signal != Signal::Hangup {
+                            std::process::exit(STOPPED_CODE);
+                        }
                     }
                 })
                 .detach();

@@ -46,6 +46,10 @@ impl Wish {
     }
 }
 
+/// How often, and at what interval, a file that was just closed is tried, if somebody still holds it.
+const RELEASED_TRIES: usize = 100;
+const RELEASED_EVERY: Duration = Duration::from_millis(20);
+
 /// How often, and at what interval, to try to get a chain exclusively: a short reader is gone by then.
 const ALONE_TRIES: usize = 20;
 const ALONE_EVERY: Duration = Duration::from_millis(5);
@@ -383,9 +387,24 @@ impl Served {
         Ok(())
     }
 
+    /// Opens the image that was just closed. A task that has let it go may hold its file a moment longer, if its thread was put
+    /// aside then.
+    async fn open_released(&self) -> Result<Chain> {
+        let mut tries = 0;
+        loop {
+            let opened = open_over(Some(&self.how.templates), &self.path, &self.image_options()).await;
+            let is_held = opened.as_ref().is_err_and(|error| error.kind() == ErrorKind::Locked);
+            if !is_held || tries == RELEASED_TRIES {
+                return opened;
+            }
+            tries += 1;
+            clock().sleep(RELEASED_EVERY).await;
+        }
+    }
+
     pub(super) async fn open_again(self: &Arc<Self>, hold: &Hold, chain: &mut Option<Chain>) -> Result<()> {
         self.release_files(hold, chain).await?;
-        let opened = match open_over(Some(&self.how.templates), &self.path, &self.image_options()).await {
+        let opened = match self.open_released().await {
             Ok(opened) => opened,
             Err(error) => {
                 self.forks_read_file().await;

@@ -24,7 +24,7 @@ struct Target {
     ci_inputs: u64,
 }
 
-const TARGETS: [Target; 24] = [
+const TARGETS: [Target; 25] = [
     Target { name: "qcow2_open", input_bytes_max: 96 << 10, ci_inputs: 16_000 },
     Target { name: "qcow2_ops", input_bytes_max: 512, ci_inputs: 4_000 },
     Target { name: "qcow2_journal", input_bytes_max: 1024, ci_inputs: 16_000 },
@@ -42,6 +42,7 @@ const TARGETS: [Target; 24] = [
     Target { name: "fast_medium", input_bytes_max: 4096, ci_inputs: 20_000 },
     Target { name: "guest_files", input_bytes_max: 4096, ci_inputs: 40_000 },
     Target { name: "flash_bytes", input_bytes_max: 4096, ci_inputs: 1_000_000 },
+    Target { name: "delta_file", input_bytes_max: 4096, ci_inputs: 1_000_000 },
     Target { name: "boot_trace", input_bytes_max: 4096, ci_inputs: 2_000_000 },
     Target { name: "template_store", input_bytes_max: 4096, ci_inputs: 250_000 },
     Target { name: "nbd_session", input_bytes_max: 4096, ci_inputs: 250_000 },

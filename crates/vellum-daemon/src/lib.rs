@@ -29,6 +29,7 @@ pub mod control;
 pub mod convert;
 pub mod copy;
 pub mod create;
+pub mod delta;
 mod door;
 pub mod flash;
 pub mod flatten;

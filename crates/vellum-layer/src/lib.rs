@@ -6,6 +6,7 @@
 
 pub mod barred;
 pub mod chain;
+pub mod delta;
 pub mod durable;
 pub mod gate;
 pub mod hydrate;

@@ -195,7 +195,7 @@ fn clone_of(args: &Args) -> Result<CloneOf> {
 }
 
 /// The image and the snapshot of it that this names, if it names no file itself.
-fn snapshot_in(path: &Path) -> Option<(PathBuf, String)> {
+pub(super) fn snapshot_in(path: &Path) -> Option<(PathBuf, String)> {
     if path.symlink_metadata().is_ok() {
         return None;
     }

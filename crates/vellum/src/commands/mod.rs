@@ -13,6 +13,7 @@ pub(crate) mod control;
 pub(crate) mod convert;
 pub(crate) mod create;
 pub(crate) mod dd;
+pub(crate) mod delta;
 pub(crate) mod export;
 pub(crate) mod flash;
 pub(crate) mod flatten;

@@ -8,6 +8,7 @@
 //!   damage.rs    check, compare, recover: exit codes, repairs, files that are broken
 //!   chains.rs    rebase and commit, with qemu-img as judge
 //!   cloning.rs   many images over one template
+//!   delta.rs     diff and apply
 //!   encrypted.rs LUKS: images to and fro between both programs, secrets, keys
 //!   flash.rs     images of which a flash cache holds writes
 //!   flatten.rs   clones without their template
@@ -42,6 +43,7 @@ mod cloning;
 mod compressed;
 mod config;
 mod damage;
+mod delta;
 mod encrypted;
 mod flash;
 mod flatten;

@@ -74,6 +74,7 @@ impl Served {
     /// Those of [`Chain::set_flash_policy`]; `Locked` while another step is under way or requests do not finish.
     pub(crate) async fn set_flash_policy(&self, policy: FlashPolicy) -> Result<()> {
         let _step = self.begin(Step::Flash)?;
+        drop(self.chain_to_change().await?);
         // Most of it while guests are at work.
         self.drain_flash().await?;
         let mut chain = self.alone().await?;

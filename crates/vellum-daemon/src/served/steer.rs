@@ -171,12 +171,26 @@ impl Served {
         Err(self.in_use(why))
     }
 
-    /// Stops admitting requests. Returns when none is in flight and everything that was answered is durable.
+    /// Stops admitting requests. Returns when none is in flight and everything that was answered is durable: in the image, whatever a
+    /// flash cache had of it. From then on the image does not change, and a copy of it is complete.
     pub(crate) async fn pause(&self) -> Result<()> {
+        // Most of it while guests are at work.
+        if let Some(flash) = self.top().await?.0.as_ref().and_then(|chain| chain.flash()) {
+            flash.drain().await?;
+        }
         let _step = self.begin(Step::Pause)?;
         // Making or deleting a snapshot changes the image without any request of a guest.
-        let _alone = self.alone().await?;
+        let alone = self.alone().await?;
         self.valve.pause().await?;
+        if let Some(flash) = alone.flash()
+            && let Err(error) = flash.settle().await
+        {
+            self.valve.resume();
+            return Err(error.context(format!(
+                "{} is not paused, because its image lacks writes that are in the flash cache",
+                self.path.display()
+            )));
+        }
         tracing::warn!("{} is paused: its requests wait until it is resumed", self.path.display());
         Ok(())
     }

@@ -69,6 +69,41 @@ fn a_snapshot_has_what_was_only_in_the_cache() {
     }
 }
 
+/// As docs/guide/backup.md says: paused, copied with any program, resumed.
+#[test]
+fn a_copy_of_a_paused_disk_is_complete() {
+    for kind in KINDS {
+        let dir = Dir::new("flash-pause");
+        let cache = made_cache(&dir, "32M");
+        let (image, mut model) = kind.make(&dir, SIZE);
+        let served = Steered::start(&image, &cache);
+        let mut client = served.client();
+        write(&mut client, &mut model, 1_000_000, 1);
+        client.zero(3_000_000 / 4096 * 4096, 1 << 20, 0).expect("zeros");
+        let zeros = 3_000_000 / 4096 * 4096;
+        model[zeros..zeros + (1 << 20)].fill(0);
+        client.flush().expect("a flush");
+        served.ask(&["pause"], &[]);
+        let bytes = std::fs::read(&image).expect("the image");
+        let refused = vellum(&["flash", "policy", "--control", &served.control, "off"]);
+        assert!(refused.code == 1 && refused.err.contains("resume"), "{refused:?}");
+        let copy = image.replace("disk", "copy");
+        assert_ne!(copy, image);
+        std::fs::write(&copy, &bytes).expect("a copy");
+        // What the background does meanwhile is not done to the image.
+        std::thread::sleep(std::time::Duration::from_millis(300));
+        assert!(std::fs::read(&image).expect("the image") == bytes, "{kind:?}: it changed");
+        served.ask(&["resume"], &[]);
+        let then = model.clone();
+        write(&mut client, &mut model, 5_000_000, 2);
+        client.disconnect();
+        served.server.stop();
+        vellum(&["recover", &copy]).answer();
+        same(&alone(&dir, &copy), &then, &format!("{kind:?}, the copy"));
+        same(&alone(&dir, &image), &model, &format!("{kind:?}, the disk"));
+    }
+}
+
 #[test]
 fn a_disk_grows_while_the_cache_holds_writes() {
     for kind in KINDS {

@@ -86,6 +86,16 @@ fn explored_several_guests() {
     all("several guests, zoned", &Setup::zoned().several().putting_back(), 17);
 }
 
+/// A first snapshot beside a first promotion: each writes the superblock, in turns over its two copies. The second has to wait until
+/// the first is durable.
+#[test]
+fn a_copy_of_the_superblock_is_durable_before_the_other_is_written() {
+    let setup = Setup::over_a_base().several().with_snapshots();
+    for seed in [44] {
+        explore(&setup, seed, &mut HashSet::new()).unwrap();
+    }
+}
+
 /// Slots go from one disk to the other.
 #[test]
 fn explored_two_disks() {

@@ -124,25 +124,23 @@ impl Native {
         let journal = self.journal.as_ref().expect("the caller has looked");
         let key = journal.new_key()?;
         let under_way = UnderWay::begin(&self.engine.state, "a write of the superblock");
-        let written = {
-            let mut superblocks = self.superblocks.lock().await;
-            let before = superblocks.clone();
-            superblocks.superblock.draw_generation(self.flash);
-            if self.keeps_fast() {
-                superblocks.superblock.renew_fast();
-            }
-            superblocks.superblock.key = Some(key);
-            let written = superblocks.write(&*self.metadata).await;
-            let generation = superblocks.superblock.generation;
-            if written.is_err() {
-                *superblocks = before;
-            }
-            written.map(|()| generation)
-        };
+        // The other copy, which the next write goes over, is needed until this one is durable.
+        let mut superblocks = self.superblocks.lock().await;
+        let before = superblocks.clone();
+        superblocks.superblock.draw_generation(self.flash);
+        if self.keeps_fast() {
+            superblocks.superblock.renew_fast();
+        }
+        superblocks.superblock.key = Some(key);
+        let written = superblocks.write(&*self.metadata).await;
+        let generation = superblocks.superblock.generation;
+        if written.is_err() {
+            *superblocks = before;
+        }
         under_way.end();
-        let generation =
-            written.context(|| format!("{}: can't mark the image as in use", self.engine.name))?;
+        written.context(|| format!("{}: can't mark the image as in use", self.engine.name))?;
         self.flush_storage().await?; // a crash from here on is recovered with the journal
+        drop(superblocks);
         let mark = Mark { generation, key };
         *marked = Some(mark);
         self.in_use.note_marked();

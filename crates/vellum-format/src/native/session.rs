@@ -74,20 +74,19 @@ impl Native {
         }
         self.engine.state.check_stopped()?;
         let under_way = UnderWay::begin(&self.engine.state, "a write of the superblock");
-        let written = {
-            let mut superblocks = self.superblocks.lock().await;
-            let before = superblocks.clone();
-            superblocks.superblock.draw_generation(self.flash);
-            let written = superblocks.write(&*self.metadata).await;
-            if written.is_err() {
-                *superblocks = before;
-            }
-            written
-        };
+        // The other copy, which the next write goes over, is needed until this one is durable.
+        let mut superblocks = self.superblocks.lock().await;
+        let before = superblocks.clone();
+        superblocks.superblock.draw_generation(self.flash);
+        let written = superblocks.write(&*self.metadata).await;
+        if written.is_err() {
+            *superblocks = before;
+        }
         under_way.end();
         written
             .context(|| format!("{}: can't make the session with a flash cache void", self.engine.name))?;
         self.flush_storage().await?; // commit point: from here on the cache has nothing of this image
+        drop(superblocks);
         self.in_use.note_voided();
         Ok(())
     }

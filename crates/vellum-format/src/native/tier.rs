@@ -366,19 +366,18 @@ impl Native {
         let named = self.superblocks.lock().await.superblock.fast().and_then(|fast| fast.number);
         let number = tier.row.draw(named.filter(|_| counted)).await?;
         let under_way = UnderWay::begin(&self.engine.state, "a write of the superblock");
-        let written = {
-            let mut superblocks = self.superblocks.lock().await;
-            let before = superblocks.clone();
-            superblocks.superblock.begin_fast(number);
-            let written = superblocks.write(&*self.metadata).await;
-            if written.is_err() {
-                *superblocks = before;
-            }
-            written
-        };
+        // The other copy, which the next write goes over, is needed until this one is durable.
+        let mut superblocks = self.superblocks.lock().await;
+        let before = superblocks.clone();
+        superblocks.superblock.begin_fast(number);
+        let written = superblocks.write(&*self.metadata).await;
+        if written.is_err() {
+            *superblocks = before;
+        }
         under_way.end();
         written.context(context)?;
         self.flush_storage().await?; // commit point: the image names the new number
+        drop(superblocks);
         tier.row.settle().await?;
         if !counted {
             tier.row.free_all();

@@ -555,7 +555,11 @@ async fn next_piece(
 
 /// The same runs, but each of them begins and ends at multiples of the unit, or with the disk: a unit is zero if all of
 /// it is. What is left at the end may be asked for again.
-fn in_units(runs: Vec<(GuestSpan, bool)>, unit: BlockSize, end: GuestOffset) -> Vec<(GuestSpan, bool)> {
+pub(crate) fn in_units(
+    runs: Vec<(GuestSpan, bool)>,
+    unit: BlockSize,
+    end: GuestOffset,
+) -> Vec<(GuestSpan, bool)> {
     let Some((first, _)) = runs.first().copied() else { return runs };
     let up = |at: GuestOffset| GuestOffset::new(unit.round_up(at.bytes())).min(end);
     let mut units: Vec<(GuestSpan, bool)> = Vec::new();

@@ -22,17 +22,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesOrdered;
 use vellum_core::{
-    Buffer, Context, Error, ErrorKind, GuestOffset, GuestSpan, LocalFuture, Place, Result, SharedDisk,
-    SharedStorage, WriteFlags, ZeroFlags, map_merged, read_below,
+    BlockSize, Buffer, Context, Error, ErrorKind, GuestOffset, GuestSpan, LocalFuture, Place, Result,
+    SharedDisk, SharedStorage, WriteFlags, ZeroFlags, map_merged, read_below,
 };
 use vellum_io::{Draft, unblock, unblock_at};
 use vellum_layer::delta::{End, Found, HEAD_BYTES, Header, RUN_MAX, Record, Standing, Verified};
 
+use crate::copy::in_units;
 use crate::image::{ImageOptions, open_image};
 use crate::signals::Stop;
 
 /// Disks are compared in blocks of this many bytes.
-pub const BLOCK: u64 = 4096;
+pub const BLOCK: u64 = BlockSize::PAGE.bytes();
 /// Maps are asked for this much at a time, in bytes.
 const MAPPED_MAX: u64 = 1 << 30;
 /// Records that are read at a time. Each has at most [`RUN_MAX`] bytes.
@@ -146,7 +147,8 @@ pub async fn diff(
                 return Err(Error::new(ErrorKind::Closed, "stopped before the end"));
             }
             if unread.is_empty() {
-                unread = likely(old, new, rest.split_at(MAPPED_MAX).0).await?;
+                let parts = likely(old, new, rest.split_at(MAPPED_MAX).0).await?;
+                unread = in_units(parts, BlockSize::PAGE, rest.end());
                 let end = unread.last().map_or(rest.end(), |(span, _)| span.end());
                 rest = GuestSpan::between(end, rest.end());
                 unread.reverse();
@@ -381,8 +383,13 @@ impl Reader {
     async fn open(path: &Path) -> Result<Self> {
         let (its, context) = (path.to_owned(), || format!("can't read {}", path.display()));
         let opened = unblock_at(path, move || {
-            let file = File::open(&its)?;
-            let (bytes, mut file) = (file.metadata()?.len(), BufReader::new(file));
+            // A pipe would be waited for, and cannot be read twice.
+            let facts = std::fs::metadata(&its)?;
+            if !facts.is_file() {
+                let why = "a delta is a plain file, which is read twice: copy it into one";
+                return Err(std::io::Error::new(IoErrorKind::InvalidInput, why));
+            }
+            let (bytes, mut file) = (facts.len(), BufReader::new(File::open(&its)?));
             let mut head = [0; HEAD_BYTES];
             match file.read_exact(&mut head) {
                 Ok(()) => Ok((bytes, file, head)),

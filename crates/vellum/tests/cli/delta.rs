@@ -49,6 +49,7 @@ fn is_right(answer: &serde_json::Value, before: &[u8], after: &[u8]) {
     for run in answer["extents"].as_array().expect("a list") {
         let number = |name: &str| usize::try_from(run[name].as_u64().expect("a number")).expect("small");
         let (start, end) = (number("start"), number("start") + number("length"));
+        assert!(start % 4096 == 0 && (end % 4096 == 0 || end == after.len()), "{run}");
         listed[start / 4096..end.div_ceil(4096)].fill(run["zero"].as_bool());
     }
     for (block, listed) in listed.into_iter().enumerate() {
@@ -177,6 +178,7 @@ fn an_image_that_is_another_is_left_alone() {
     std::fs::write(&damaged, [&whole[..], &[0]].concat()).expect("a delta");
     refused(1, &[&damaged, "does not end"], &["apply", "-f", "raw", &damaged, &other]);
     assert!(std::fs::read(&other).expect("it is there") == bytes);
+    refused(1, &["/dev/null", "plain file"], &["apply", "-f", "raw", "/dev/null", &other]);
     refused(1, &[&old, "not a delta"], &["apply", "-f", "raw", &old, &other]);
     vellum(&["apply", "-q", "-f", "raw", &delta, &other]).answer();
     assert!(std::fs::read(&other).expect("it is there") == after);

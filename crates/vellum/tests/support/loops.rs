@@ -64,13 +64,13 @@ pub struct Failing {
 }
 
 impl Failing {
-    /// A device of 32 MiB, of which 8 can be written.
+    /// A device of 32 MiB, of which 20 can be written: a cache on it may have all of a small disk.
     pub fn new() -> Option<Self> {
         if !is_root() || !has("losetup") {
             skipped("loop devices are root's");
             return None;
         }
-        let mount = Mount::tmpfs(8 << 20)?;
+        let mount = Mount::tmpfs(20 << 20)?;
         let backing = mount.dir.text("backing");
         std::fs::File::create(&backing).and_then(|file| file.set_len(32 << 20)).expect("a sparse file");
         let ran = run("losetup", &["--show", "-f", &backing]);
@@ -85,7 +85,7 @@ impl Failing {
 
     /// From now on flushes fail that have something to write.
     pub fn fail(&self) {
-        drop(std::fs::write(self.mount.dir.join("ballast"), noise(16 << 20, 2)));
+        drop(std::fs::write(self.mount.dir.join("ballast"), noise(24 << 20, 2)));
     }
 
     /// They succeed again.

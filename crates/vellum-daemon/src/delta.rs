@@ -15,7 +15,7 @@
 //! Not looked at: bytes of the image outside of the runs. A delta does not know them.
 
 use std::fs::File;
-use std::io::{BufReader, ErrorKind as IoErrorKind, Read as _, Write as _};
+use std::io::{BufReader, ErrorKind as IoErrorKind, Read as _, Seek as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -310,8 +310,11 @@ async fn apply_to(
 ) -> Result<Applied> {
     let size = disk.geometry().size;
     let (mut missing, mut applied) = (0, Applied::default());
+    let mut reader = Reader::open(delta).await?;
     for is_written in [false, true] {
-        let mut reader = Reader::open(delta).await?;
+        if is_written {
+            reader.rewind().await?;
+        }
         let wanted = reader.header.new_size;
         if size != wanted {
             return Err(Error::invalid(format!(
@@ -377,9 +380,29 @@ struct Reader {
     /// Where the last run ended on the disk.
     from: u64,
     counted: End,
+    is_at_end: bool,
 }
 
 impl Reader {
+    /// Goes back to the first record. It is the same file, whatever has its name now, and must be the same delta.
+    async fn rewind(&mut self) -> Result<()> {
+        let context = || format!("can't read {}", self.path.display());
+        let mut file = self.file.take().ok_or_else(|| Error::new(ErrorKind::Io, "an earlier read failed"))?;
+        let read = unblock_at(&self.path, move || {
+            let mut head = [0; HEAD_BYTES];
+            file.rewind()?;
+            file.read_exact(&mut head).map(|()| (file, head))
+        });
+        let (file, head) = read.await.context(context)?;
+        if head != self.header.encode() {
+            return Err(Error::corrupt(format!("{} was changed while it was read", self.path.display())));
+        }
+        self.file = Some(file);
+        (self.position, self.from) = (HEAD_BYTES as u64, 0);
+        (self.counted, self.is_at_end) = (End::default(), false);
+        Ok(())
+    }
+
     async fn open(path: &Path) -> Result<Self> {
         let (its, context) = (path.to_owned(), || format!("can't read {}", path.display()));
         let opened = unblock_at(path, move || {
@@ -404,11 +427,15 @@ impl Reader {
         let header = Header::decode(&head).context(|| path.display().to_string())?;
         let position = HEAD_BYTES as u64;
         let file = Some(file);
-        Ok(Self { path: path.to_owned(), file, header, bytes, position, from: 0, counted: End::default() })
+        let counted = End::default();
+        Ok(Self { path: path.to_owned(), file, header, bytes, position, from: 0, counted, is_at_end: false })
     }
 
     /// Some more records, all of them whole; nothing behind the last.
     async fn next(&mut self) -> Result<Option<Vec<Verified>>> {
+        if self.is_at_end {
+            return Ok(None);
+        }
         let Some(mut file) = self.file.take() else { return Ok(None) };
         let (header, mut from, mut counted, mut position) =
             (self.header, self.from, self.counted, self.position);
@@ -434,15 +461,16 @@ impl Reader {
                                 "the delta is damaged: it does not end where it says. Copy or make it again";
                             return Err(Error::corrupt(why));
                         }
-                        return Ok((None, records, from, counted, position));
+                        return Ok((file, true, records, from, counted, position));
                     }
                 }
             }
-            Ok((Some(file), records, from, counted, position))
+            Ok((file, false, records, from, counted, position))
         });
-        let (file, records, from, counted, position) =
+        let (file, is_at_end, records, from, counted, position) =
             read.await.context(|| self.path.display().to_string())?;
-        (self.file, self.from, self.counted, self.position) = (file, from, counted, position);
+        (self.file, self.from, self.counted, self.position) = (Some(file), from, counted, position);
+        self.is_at_end = is_at_end;
         Ok(Some(records))
     }
 }

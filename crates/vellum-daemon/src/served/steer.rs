@@ -174,11 +174,13 @@ impl Served {
     /// Stops admitting requests. Returns when none is in flight and everything that was answered is durable: in the image, whatever a
     /// flash cache had of it. From then on the image does not change, and a copy of it is complete.
     pub(crate) async fn pause(&self) -> Result<()> {
+        let _step = self.begin(Step::Pause)?;
         // Most of it while guests are at work.
-        if let Some(flash) = self.top().await?.0.as_ref().and_then(|chain| chain.flash()) {
+        if let Some(chain) = self.chain.try_read()
+            && let Some(flash) = chain.as_ref().and_then(|chain| chain.flash())
+        {
             flash.drain().await?;
         }
-        let _step = self.begin(Step::Pause)?;
         // Making or deleting a snapshot changes the image without any request of a guest.
         let alone = self.alone().await?;
         self.valve.pause().await?;

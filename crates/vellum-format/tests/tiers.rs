@@ -91,9 +91,7 @@ fn explored_several_guests() {
 #[test]
 fn a_copy_of_the_superblock_is_durable_before_the_other_is_written() {
     let setup = Setup::over_a_base().several().with_snapshots();
-    for seed in [44] {
-        explore(&setup, seed, &mut HashSet::new()).unwrap();
-    }
+    explore(&setup, 44, &mut HashSet::new()).unwrap();
 }
 
 /// Slots go from one disk to the other.

@@ -10,7 +10,8 @@
 //!    image, or of an image and the one below it. Both are open and locked meanwhile.
 //! 2. Everything else is read and compared, by [`BLOCK`] bytes. So the answer is exact whatever the formats are.
 //! 3. An image that has other bytes in a run than the delta was made of, or will make, is refused before anything is written.
-//! 4. An application that was interrupted is run again: what is written already is recognised, by sectors.
+//! 4. An application that was interrupted is run again: what is written already is recognised, by sectors. It may be what only the page
+//!    cache has since a flush failed, so what the file really has is found out first.
 //!
 //! Not looked at: bytes of the image outside of the runs. A delta does not know them.
 
@@ -26,6 +27,7 @@ use vellum_core::{
     SharedDisk, SharedStorage, WriteFlags, ZeroFlags, map_merged, read_below,
 };
 use vellum_io::{Draft, unblock, unblock_at};
+use vellum_layer::Chain;
 use vellum_layer::delta::{End, Found, HEAD_BYTES, Header, RUN_MAX, Record, Standing, Verified};
 
 use crate::copy::in_units;
@@ -296,7 +298,7 @@ pub async fn apply(
     progress: &dyn Fn(u64, u64),
 ) -> Result<Applied> {
     let chain = stop.or_stopped(open_image(image, options)).await?;
-    let applied = apply_to(delta, image, chain.disk(), &stop.flag, progress).await;
+    let applied = apply_to(delta, image, &chain, &stop.flag, progress).await;
     let closed = chain.close().await;
     applied.and_then(|applied| closed.map(|()| applied))
 }
@@ -304,15 +306,19 @@ pub async fn apply(
 async fn apply_to(
     delta: &Path,
     image: &Path,
-    disk: &SharedDisk,
+    chain: &Chain,
     stop: &AtomicBool,
     progress: &dyn Fn(u64, u64),
 ) -> Result<Applied> {
+    let disk = chain.disk();
     let size = disk.geometry().size;
     let (mut missing, mut applied) = (0, Applied::default());
     let mut reader = Reader::open(delta).await?;
     for is_written in [false, true] {
         if is_written {
+            if applied.bytes_there > 0 {
+                chain.settle().await?;
+            }
             reader.rewind().await?;
         }
         let wanted = reader.header.new_size;
@@ -354,7 +360,7 @@ async fn apply_to(
                 progress(to_do, before + reader.position.min(reader.bytes));
             }
         }
-        if missing == 0 {
+        if missing == 0 && applied.bytes_there == 0 {
             break;
         }
     }

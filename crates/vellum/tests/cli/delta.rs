@@ -8,6 +8,7 @@ use vellum_core::Random;
 
 use super::support::client::Client;
 use super::support::dir::Dir;
+use super::support::loops::Failing;
 use super::support::program::{pid_of, vellum, vellum_command, wait};
 use super::support::server::Server;
 use super::support::{noise, patchy, scale};
@@ -212,4 +213,22 @@ fn an_application_that_was_cut_off_is_continued() {
             assert_eq!(vellum(&["compare", "-f", format, "-F", "raw", &image, &new]).code, 0, "{format}");
         }
     }
+}
+
+/// Its flush failed, and the page cache shows what the medium does not have.
+#[test]
+fn what_a_failed_flush_left_in_the_page_cache_is_not_taken_for_written() {
+    let Some(device) = Failing::new() else { return };
+    let dir = Dir::new("delta");
+    let (old, new, delta) = (dir.text("old"), dir.text("new"), dir.text("delta"));
+    let mut after = vec![0; 32 * MIB];
+    std::fs::write(&old, &after).expect("a disk");
+    after[MIB..3 * MIB].copy_from_slice(&noise(2 * MIB, 4));
+    std::fs::write(&new, &after).expect("a disk");
+    vellum(&["diff", "-q", "-f", "raw", "-F", "raw", "--delta", &delta, &old, &new]).answer();
+    device.fail();
+    refused(1, &[&device.path], &["apply", "-f", "raw", &delta, &device.path]);
+    device.succeed();
+    vellum(&["apply", "-q", "-f", "raw", &delta, &device.path]).answer();
+    assert!(std::fs::read(device.backing()).expect("the file below") == after, "it is on the medium");
 }

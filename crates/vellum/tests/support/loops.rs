@@ -88,6 +88,11 @@ impl Failing {
         drop(std::fs::write(self.mount.dir.join("ballast"), noise(24 << 20, 2)));
     }
 
+    /// What the medium really has.
+    pub fn backing(&self) -> PathBuf {
+        self.mount.dir.join("backing")
+    }
+
     /// They succeed again.
     pub fn succeed(&self) {
         std::fs::remove_file(self.mount.dir.join("ballast")).expect("the ballast");

@@ -15,7 +15,7 @@ use vellum_core::{BlockSize, Disk, Error, ErrorKind, Result, SharedDisk, lock};
 use vellum_export::nbd::Exports;
 use vellum_io::{Task, clock, spawn_local};
 use vellum_layer::Chain;
-use vellum_layer::valve::{Hold, RateLimits};
+use vellum_layer::valve::{Hold, RateLimits, State, Valve};
 
 use super::gone::Gone;
 use super::{IS_READ, Served, Step, behind_valve, reads_a_snapshot};
@@ -109,6 +109,23 @@ impl Drop for Held<'_> {
     }
 }
 
+/// A pause that is ended with the command that asked for it, if that does not come to its end.
+struct ResumeOnDrop<'a>(Option<&'a Valve>);
+
+impl ResumeOnDrop<'_> {
+    fn keep(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for ResumeOnDrop<'_> {
+    fn drop(&mut self) {
+        if let Some(valve) = self.0 {
+            valve.resume();
+        }
+    }
+}
+
 /// A task that continues when its future is dropped.
 struct ToItsEnd(Option<Task<Result<()>>>);
 
@@ -184,14 +201,22 @@ impl Served {
         // Making or deleting a snapshot changes the image without any request of a guest.
         let alone = self.alone().await?;
         self.valve.pause().await?;
-        if let Some(flash) = alone.flash()
-            && let Err(error) = flash.settle().await
-        {
-            self.valve.resume();
-            return Err(error.context(format!(
-                "{} is not paused, because its image lacks writes that are in the flash cache",
-                self.path.display()
-            )));
+        if let Some(flash) = alone.flash() {
+            let unless_kept = ResumeOnDrop(Some(&self.valve));
+            // Whoever resumes the disk meanwhile lets no request in before the image is complete.
+            let hold = self.valve.hold().await;
+            let settled = flash.settle().await;
+            drop(hold);
+            settled.map_err(|error| {
+                error.context(format!(
+                    "{} is not paused, because its image lacks writes that are in the flash cache",
+                    self.path.display()
+                ))
+            })?;
+            unless_kept.keep();
+            if self.valve.state() == State::Running {
+                return Err(self.in_use("it was resumed before it had paused"));
+            }
         }
         tracing::warn!("{} is paused: its requests wait until it is resumed", self.path.display());
         Ok(())

@@ -85,7 +85,7 @@ fn drops(item: &Item) -> Option<(Key, u32)> {
     }
 }
 
-/// Whether a block is the next of its group behind so many from this one.
+/// Whether `next` is the block of the same group that comes after `blocks` of them, counted from `first`.
 fn follows(first: Key, blocks: u32, next: Key) -> bool {
     first.bits() + u64::from(blocks) == next.bits() && u64::from(first.index() + blocks) < GROUP_BLOCKS
 }

@@ -21,7 +21,7 @@ impl ImageSizes {
         self.unit
     }
 
-    /// How large it is with so many bytes of data in whole blocks.
+    /// How large it is with this many bytes of data in whole blocks.
     pub fn required(&self, data: u64) -> u64 {
         self.metadata + if self.is_full { self.disk } else { data.min(self.disk) }
     }

@@ -264,7 +264,7 @@ fn fill(root: &Path) {
                 .expect("it was made");
         }
     }
-    // Holes: few, and so many that the extents need a tree, of more levels where blocks are small.
+    // A few holes, and then enough of them that the extents need a tree, with more levels where blocks are small.
     let holes =
         |count: u64| -> Vec<(u64, usize)> { (1..=count).map(|index| (index * 20_000, 3000)).collect() };
     write(&share.join("holes"), &holes(5)).set_len(300_000).expect("a longer file");

@@ -37,7 +37,7 @@ pub struct SessionLimits {
     pub payload_bytes_max: u32,
     /// Memory for payloads, both ways, of requests that run or whose replies are not yet sent.
     pub memory_bytes_max: usize,
-    /// Only one client is admitted at a time: none is told that it may connect several times.
+    /// Only one client is admitted at a time, so the server does not say that a client may connect several times.
     pub is_only_client: bool,
     /// The receive buffer: how many requests one host read can bring.
     pub receive_bytes: usize,

@@ -26,7 +26,7 @@ pub(super) struct Extent {
 /// What is still to be looked at; the next one is the last.
 enum Step {
     Extent(Extent),
-    /// A block of the tree, so many levels above the leaves.
+    /// A block of the tree, and how many levels it is above the leaves.
     Tree {
         block: u64,
         level: u16,

@@ -29,7 +29,7 @@ const REAL: [(&str, &str, Load); 4] = [
     ("hvd-6", "Figure 6: decompression, time", Load::Decompress),
     ("hvd-7", "Figure 7: writing, time", Load::Write),
 ];
-/// Without --full a load is one of so many parts of the whole one.
+/// Without --full a load is the whole one divided by this.
 const PARTS: u64 = 10;
 
 /// Everything that was found, for programs.

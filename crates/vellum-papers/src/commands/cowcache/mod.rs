@@ -42,11 +42,11 @@ use crate::report::Made;
 
 /// Requests of a run: the paper's million, or fewer.
 const REQUESTS: (u64, u64) = (1_000_000, 10_000);
-/// One part in so many of the requests is made where only a figure shows them.
+/// Where only a figure shows the requests, one in this many is made.
 const BETWEEN_PART: u64 = 10;
 /// Requests of the runs without a cache; what each costs does not depend on how many there are.
 const AMPLIFIED: (u64, u64) = (20_000, 500);
-/// One part in so many of an application where not all is made.
+/// Where not all of an application is made, one part in this many is.
 const APPLICATION_PART: u64 = 20;
 /// Blocks of which the index is measured.
 const INDEX_BLOCKS: (u64, u64) = (1 << 20, 1 << 16);

@@ -17,7 +17,7 @@ use crate::cowcache::trdc::Policy;
 
 /// Requests of a run. A speed settles early; there is no time for the paper's million.
 const REQUESTS: (u64, u64) = (10_000, 600);
-/// One part in so many of an application.
+/// One part in this many of an application is made.
 const APPLICATION_PART: (u64, u64) = (10, 50);
 const SEED: u64 = 17;
 /// What is dirty when a recovery begins: as much as of the paper's trace prn_0.

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   commit, if anything of it is not durable ► watch ► read the slots ► write home ► flush the disk ► publish: clean
+//!                                                      a batch in parts: while one is written home, the next is read
 //! ```
 //!
 //! 1. Nothing goes home before a recovery would find it on flash. Otherwise a crash could find an older clean
@@ -19,10 +20,12 @@
 
 use std::sync::atomic::Ordering;
 
+use futures_lite::future::zip;
 use vellum_core::{
     Buffer, Context, Error, GuestOffset, GuestSpan, LocalFuture, Result, ZeroFlags, join_all, try_join_all,
 };
 
+use crate::claims::Watch;
 use crate::disk::count;
 use crate::layout::{BLOCK_BYTES, BLOCK_LEN, Key, SECTOR_BYTES, Slot};
 use crate::open::{Open, PUT_BYTES, ROW_BYTES, RUN_BYTES, Share};
@@ -34,6 +37,8 @@ use crate::zeros::Run;
 
 /// A batch has at most this many blocks.
 const BATCH_BLOCKS_MAX: usize = 1024;
+/// A part of it has this many, and then the rest of the row of neighbours that it ends in, but not more than twice as many.
+const PART_BLOCKS: usize = 256;
 /// A write home has at most this many bytes.
 const WRITE_BYTES_MAX: u64 = 1 << 20;
 /// At most this many writes home are in flight at once.
@@ -136,11 +141,7 @@ impl Home {
             };
             chosen.iter().filter(holds).filter_map(found).collect()
         };
-        let (mut going, unreadable) = self.read_slots(still).await;
-        cache.check_whole().await?; // rule 7
-        going.retain(|going| !watch.is_touched(going.key.block()));
-        let size = self.size();
-        self.write_blocks(&going, size).await?;
+        let (going, unreadable) = self.send(still, &watch).await?;
         if !going.is_empty() {
             self.flush_home().await?; // commit point
         }
@@ -169,6 +170,34 @@ impl Home {
             Some(error) => Err(error),
             None => Ok(Batch { next: Some(last + 1), clean }),
         }
+    }
+
+    /// Writes the blocks home, but for those that were claimed by then (rule 2), a part while the slots of the next one are
+    /// read. Returns those that went home, and the first error of a slot.
+    async fn send(
+        &self,
+        mut rest: Vec<(Key, Slot, u8)>,
+        watch: &Watch,
+    ) -> Result<(Vec<Going>, Option<Error>)> {
+        let size = self.size();
+        let (mut sent, mut ready, mut unreadable) = (Vec::new(), Vec::new(), None);
+        while !(rest.is_empty() && ready.is_empty()) {
+            let part = part_of(&mut rest);
+            let read = async {
+                let (mut going, failed) = self.read_slots(part).await;
+                self.cache.check_whole().await?; // rule 7
+                going.retain(|going| !watch.is_touched(going.key.block()));
+                Ok::<_, Error>((going, failed))
+            };
+            // Both to the end, whatever becomes of the other.
+            let (read, written) = zip(read, self.write_blocks(&ready, size)).await;
+            written?;
+            sent.append(&mut ready);
+            let (going, failed) = read?;
+            ready = going;
+            unreadable = unreadable.or(failed);
+        }
+        Ok((sent, unreadable))
     }
 
     /// The bytes of the slots, in order. Blocks whose slots cannot be read are left out, and the error is returned.
@@ -325,6 +354,14 @@ impl Home {
         cache.freed.notify(usize::MAX);
         Ok(gone)
     }
+}
+
+/// Takes the first part away.
+fn part_of(rest: &mut Vec<(Key, Slot, u8)>) -> Vec<(Key, Slot, u8)> {
+    let is_end = |at: &usize| *at == 2 * PART_BLOCKS || rest[*at].0.bits() != rest[*at - 1].0.bits() + 1;
+    let end = (PART_BLOCKS..rest.len()).find(is_end).unwrap_or(rest.len());
+    let behind = rest.split_off(end);
+    std::mem::replace(rest, behind)
 }
 
 /// What of a run lies within another.

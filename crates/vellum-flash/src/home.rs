@@ -8,8 +8,8 @@
 //! 1. Nothing goes home before a recovery would find it on flash. Otherwise a crash could find an older clean
 //!    entry, which reads as the old bytes and, once evicted, as the new ones.
 //! 2. Clean are those blocks alone that nobody had claimed at any time since the watch began. The others stay
-//!    dirty, and those that were claimed while their slots were read are not even written home: such bytes may be
-//!    neither old nor new.
+//!    dirty, and those that were claimed before their slots were read, or meanwhile, are not even written home: such bytes
+//!    may be neither old nor new, or, once the slot has another owner, those of another block.
 //! 3. The record that says *clean* has the CRCs of what was read. A write in place that went home with the block is
 //!    durable on flash only with that record's flush.
 //! 4. One write-back of a disk is under way at a time, so what is older never comes home later.
@@ -52,6 +52,21 @@ struct Going {
     slot: Slot,
     sectors: u8,
     bytes: Buffer,
+}
+
+/// A block that went home, and what its bytes are known by.
+struct Sent {
+    key: Key,
+    slot: Slot,
+    sectors: u8,
+    checks: Checks,
+}
+
+impl Sent {
+    fn of(going: &Going) -> Self {
+        let Going { key, slot, sectors, bytes } = going;
+        Self { key: *key, slot: *slot, sectors: *sectors, checks: Checks::of(*sectors, bytes.slice()) }
+    }
 }
 
 impl Home {
@@ -141,24 +156,23 @@ impl Home {
             };
             chosen.iter().filter(holds).filter_map(found).collect()
         };
-        let (going, unreadable) = self.send(still, &watch).await?;
-        if !going.is_empty() {
+        let (sent, unreadable) = self.send(still, &watch).await?;
+        if !sent.is_empty() {
             self.flush_home().await?; // commit point
         }
-        count(&self.tally.written_home, going.len() as u64);
+        count(&self.tally.written_home, sent.len() as u64);
         let publishing = cache.publishing.lock().await;
-        if cache.state().room_for(Share::Home) < going.len() * PUT_BYTES {
+        if cache.state().room_for(Share::Home) < sent.len() * PUT_BYTES {
             cache.commit_all().await?;
         }
         let clean = watch.end(|touched| {
             let mut state = cache.state();
             let mut clean = 0;
-            for Going { key, slot, sectors, bytes } in &going {
-                let is_same = state.find(*key) == Found::Slot { slot: *slot, sectors: *sectors, dirty: true };
+            for Sent { key, slot, sectors, checks } in sent {
+                let is_same = state.find(key) == Found::Slot { slot, sectors, dirty: true };
                 let has_room = state.room_for(Share::Home) >= PUT_BYTES && !state.is_undecided(self.row);
                 if is_same && has_room && !touched.contains(key.block()) {
-                    let checks = Checks::of(*sectors, bytes.slice());
-                    state.put(*key, *slot, *sectors, false, Some(checks), Share::Home);
+                    state.put(key, slot, sectors, false, Some(checks), Share::Home);
                     clean += 1;
                 }
             }
@@ -173,35 +187,47 @@ impl Home {
     }
 
     /// Writes the blocks home, but for those that were claimed by then (rule 2), a part while the slots of the next one are
-    /// read. Returns those that went home, and the first error of a slot.
+    /// read. Returns those that went home, and the first error of a slot. At most two parts are in memory.
     async fn send(
         &self,
         mut rest: Vec<(Key, Slot, u8)>,
         watch: &Watch,
-    ) -> Result<(Vec<Going>, Option<Error>)> {
+    ) -> Result<(Vec<Sent>, Option<Error>)> {
         let size = self.size();
-        let (mut sent, mut ready, mut unreadable) = (Vec::new(), Vec::new(), None);
+        let (mut sent, mut ready, mut unreadable) = (Vec::with_capacity(rest.len()), Vec::new(), None);
         while !(rest.is_empty() && ready.is_empty()) {
             let part = part_of(&mut rest);
-            let read = async {
-                let (mut going, failed) = self.read_slots(part).await;
-                self.cache.check_whole().await?; // rule 7
-                going.retain(|going| !watch.is_touched(going.key.block()));
-                Ok::<_, Error>((going, failed))
-            };
             // Both to the end, whatever becomes of the other.
-            let (read, written) = zip(read, self.write_blocks(&ready, size)).await;
+            let (read, written) = zip(self.read_part(part, watch), self.write_blocks(&ready, size)).await;
             written?;
-            sent.append(&mut ready);
-            let (going, failed) = read?;
-            ready = going;
+            sent.extend(ready.iter().map(Sent::of));
+            let failed;
+            (ready, failed) = read?;
             unreadable = unreadable.or(failed);
         }
         Ok((sent, unreadable))
     }
 
-    /// The bytes of the slots, in order. Blocks whose slots cannot be read are left out, and the error is returned.
-    async fn read_slots(&self, blocks: Vec<(Key, Slot, u8)>) -> (Vec<Going>, Option<Error>) {
+    /// The bytes of those blocks that nobody has claimed by then, and the first error of a slot.
+    async fn read_part(
+        &self,
+        mut part: Vec<(Key, Slot, u8)>,
+        watch: &Watch,
+    ) -> Result<(Vec<Going>, Option<Error>)> {
+        // Slots of blocks that were written since the watch began may be those of other blocks by now.
+        watch.decide(|touched| part.retain(|(key, ..)| !touched.contains(key.block())));
+        if part.is_empty() {
+            return Ok((Vec::new(), None));
+        }
+        let (mut going, failed) = self.read_slots(part, watch).await;
+        self.cache.check_whole().await?; // rule 7
+        watch.decide(|touched| going.retain(|going| !touched.contains(going.key.block())));
+        Ok((going, failed))
+    }
+
+    /// The bytes of the slots, in order. Blocks whose slots cannot be read are left out, and the error is returned, unless
+    /// somebody has claimed the block: then the slot need not be its own any more.
+    async fn read_slots(&self, blocks: Vec<(Key, Slot, u8)>, watch: &Watch) -> (Vec<Going>, Option<Error>) {
         let cache = &*self.cache;
         let _inside = cache.epochs.enter();
         let mut by_slot = blocks;
@@ -228,6 +254,7 @@ impl Home {
                     for one in run {
                         match read_run(std::slice::from_ref(one)).await {
                             Ok(some) => going.extend(some),
+                            Err(_) if watch.is_touched(one.0.block()) => {}
                             Err(error) => {
                                 count(&self.tally.errors, 1);
                                 let what = format!("{}: a dirty block cannot be read", cache.name());

@@ -192,7 +192,10 @@ impl Home {
         for Copy { read, key, bytes } in copies {
             let slot = {
                 let mut state = self.cache.state();
-                if state.find(key) == Found::Home { state.take_spare(key) } else { None }
+                if state.find(key) != Found::Home {
+                    continue; // It was cached before, or is now.
+                }
+                state.take_spare(key)
             };
             let Some(slot) = slot else {
                 count(&self.tally.refused, 1);

@@ -10,6 +10,7 @@ use vellum_format::commit::Inside;
 
 use super::count;
 use crate::layout::{BLOCK_BYTES, Key, SECTOR_BYTES};
+use crate::options::FlashPolicy;
 use crate::shared::Home;
 use crate::state::Found;
 
@@ -30,6 +31,10 @@ struct Piece {
 
 type Pieces = SmallVec<[Piece; 4]>;
 
+/// Clean blocks between two pieces of home are read from home with them, if they are no more than this: one request instead of
+/// two, and home has the same.
+const JOINED_BYTES_MAX: u64 = 16 << 10;
+
 /// A piece that is read: the bytes, and a copy of what is worth keeping.
 type Reading<'a> = LocalFuture<'a, Result<(Buffer, Option<Buffer>)>>;
 
@@ -47,6 +52,31 @@ fn push(pieces: &mut Pieces, span: GuestSpan, source: Source) {
         }
     }
     pieces.push(Piece { span, source });
+}
+
+/// Pieces of home on both sides of a few clean blocks become one piece with these.
+fn joined(pieces: Pieces) -> Pieces {
+    let (mut all, mut between) = (Pieces::new(), Pieces::new());
+    for piece in pieces {
+        let bytes = piece.span.len() + between.iter().map(|piece| piece.span.len()).sum::<u64>();
+        let is_behind_home = all.last().is_some_and(|last| last.source == Source::Home);
+        match piece.source {
+            Source::Home if is_behind_home => {
+                between.clear();
+                let home = all.last_mut().expect("it was there");
+                home.span = GuestSpan::between(home.span.start(), piece.span.end());
+            }
+            Source::Slot { dirty: false, .. } if is_behind_home && bytes <= JOINED_BYTES_MAX => {
+                between.push(piece)
+            }
+            _ => {
+                all.append(&mut between);
+                all.push(piece);
+            }
+        }
+    }
+    all.append(&mut between);
+    all
 }
 
 /// The parts of a run that lie in one block each: the block's number, and which of its bytes.
@@ -135,6 +165,10 @@ impl Home {
             let blocks = span.start().bytes() / BLOCK_BYTES..span.end().bytes().div_ceil(BLOCK_BYTES);
             watch = Some(self.claims.watch(blocks));
             pieces = self.look_up(span);
+        }
+        // Under writethrough home may have lost a change that flash has.
+        if pieces.len() > 2 && self.policy() != FlashPolicy::WriteThrough {
+            pieces = joined(pieces);
         }
         self.count_reads(&pieces);
         let keeps = watch.is_some();

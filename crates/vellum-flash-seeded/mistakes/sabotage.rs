@@ -76,6 +76,14 @@ pub enum Bug {
     SettleLeftOut,
     /// A recovery forgets which slices are behind.
     SliceBehindForgotten,
+    /// A dirty block is read from home with its neighbours.
+    JoinedThoughDirty,
+    /// An opening with less memory leaves dirty blocks out, too.
+    DirtyLeftOut,
+    /// Slices are not written without the blocks that an opening has left out, whose slots are free.
+    ShortLeft,
+    /// Those slots are free before the slices are on flash.
+    ShortUnflushed,
     /// A write begins before a record says that its region is being written.
     RegionAfterWrite,
     /// A region is settled although home was not flushed.
@@ -108,7 +116,7 @@ pub enum Bug {
 
 impl Bug {
     /// All of them.
-    pub const ALL: [Self; 48] = [
+    pub const ALL: [Self; 52] = [
         Self::NoChecks,
         Self::CleanWithoutChecks,
         Self::InPlaceOverClean,
@@ -143,6 +151,10 @@ impl Bug {
         Self::NeighbourForgotten,
         Self::SettleLeftOut,
         Self::SliceBehindForgotten,
+        Self::JoinedThoughDirty,
+        Self::DirtyLeftOut,
+        Self::ShortLeft,
+        Self::ShortUnflushed,
         Self::RegionAfterWrite,
         Self::SettledHomeUnflushed,
         Self::SettledFlashUnflushed,

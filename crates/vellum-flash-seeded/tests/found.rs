@@ -38,6 +38,17 @@ fn through() -> Vec<Setup> {
     ]
 }
 
+/// The same with openings that have less memory than the map takes.
+fn shrinking() -> Vec<Setup> {
+    let less = Setup { blocks: 150, steps: 60, memory: Some(8000), shrinks: true, ..Setup::usual(64) };
+    let less = Setup { positions: 60, nested_one_in: 20, ..less };
+    vec![
+        less.clone(),
+        Setup { through_from: 0, ..less.clone() },
+        Setup { slots: 4200, blocks: 250, steps: 90, ..less },
+    ]
+}
+
 /// Explores until the mistake is found: a state is not what it may be, or the cache notices that it contradicts
 /// itself.
 #[allow(clippy::print_stderr, reason = "how soon each is found is worth knowing")]
@@ -117,6 +128,10 @@ found! {
     neighbour_forgotten: NeighbourForgotten in setups,
     settle_left_out: SettleLeftOut in setups,
     slice_behind_forgotten: SliceBehindForgotten in setups,
+    joined_though_dirty: JoinedThoughDirty in setups,
+    dirty_left_out: DirtyLeftOut in shrinking,
+    short_left: ShortLeft in shrinking,
+    short_unflushed: ShortUnflushed in shrinking,
     region_after_write: RegionAfterWrite in through,
     settled_home_unflushed: SettledHomeUnflushed in through,
     settled_flash_unflushed: SettledFlashUnflushed in through,
@@ -129,7 +144,7 @@ found! {
 #[test]
 fn without_a_mistake_nothing_is_found() {
     let mut seen = HashSet::new();
-    for setup in setups().into_iter().chain(through()) {
+    for setup in setups().into_iter().chain(through()).chain(shrinking()) {
         explore(&setup, 1, &mut seen).unwrap();
     }
 }

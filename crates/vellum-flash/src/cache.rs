@@ -28,7 +28,7 @@ use crate::layout::Slot;
 use crate::open::Share;
 use crate::options::FlashOptions;
 use crate::shared::{CacheCounts, FlashCache, Home, part_is_full};
-use crate::state::{Sealed, State};
+use crate::state::{Limits, Sealed, State};
 use crate::stop::Stop;
 
 /// At most this many slices are in flight at once.
@@ -40,10 +40,9 @@ impl FlashCache {
         id: CacheId,
         mut state: State,
         options: FlashOptions,
+        limits: Limits,
     ) -> Result<Arc<Self>> {
-        let fetched_bytes_max = options.fetched_bytes_max as u64;
-        let limited = state.limit_memory(options.memory_bytes_max, fetched_bytes_max, options.replacement);
-        limited.context(|| storage.name().to_owned())?;
+        state.limit_memory(limits).context(|| storage.name().to_owned())?;
         let clock: Option<Arc<dyn Clock>> = options.clock.clone();
         let random = Mutex::new(options.chance.clone());
         Ok(Arc::new_cyclic(|me| Self {

@@ -5,13 +5,14 @@ use std::collections::BTreeMap;
 use vellum_core::{Result, SharedStorage};
 
 use crate::layout::{Key, Layout, Slot, Superblock};
+use crate::opened::Opened;
 use crate::options::FlashOptions;
-use crate::record::{Item, Row};
+use crate::record::{Item, Record, Row};
 use crate::recover;
 use crate::regions::Word;
 use crate::session::{CacheId, SessionNumber};
 use crate::shared::FlashCache;
-use crate::state::State;
+use crate::state::{Limits, State};
 
 /// A picture of the slots has at most this many pieces.
 const STRIP_MAX: u32 = 256;
@@ -188,7 +189,8 @@ pub async fn check(storage: &SharedStorage, say: &mut dyn FnMut(String)) -> Resu
     let mut errors = 0;
     let mut newest: BTreeMap<Key, usize> = BTreeMap::new();
     let mut checked: Vec<&Item> = Vec::new();
-    for item in image.records.values().flat_map(|found| &found.record.items) {
+    let records: Vec<Record> = image.records.values().map(|found| found.record(&image.superblock)).collect();
+    for item in records.iter().flat_map(|record| &record.items) {
         match item {
             Item::Put { checks: None, .. } | Item::Puts { check: None, .. } => {}
             Item::Put { .. } | Item::Puts { .. } => {
@@ -242,22 +244,27 @@ pub async fn check(storage: &SharedStorage, say: &mut dyn FnMut(String)) -> Resu
 
 impl FlashCache {
     /// Opens a cache: recovers what a crash left, and continues there. One process has it at a time; the caller sees to
-    /// that with a lock on the storage. Clean blocks for which the memory is too little are given up at once; what is
-    /// dirty stays, also where it takes more.
+    /// that with a lock on the storage. Clean blocks for which the memory is too little are given up while the map is read;
+    /// what is dirty stays, also where it takes more.
     ///
     /// # Errors
     /// `Invalid` when the memory is too little for any blocks. `Corrupt` when it is none or has lost what was durable, `Unsupported` for another version, and those of the
     /// storage.
     pub async fn open(storage: SharedStorage, options: FlashOptions) -> Result<std::sync::Arc<Self>> {
-        let start = recover::recover(&storage).await?;
+        let limits = Limits {
+            bytes_max: options.memory_bytes_max,
+            fetched_bytes_max: options.fetched_bytes_max as u64,
+            replacement: options.replacement,
+        };
+        let start = recover::recover(&storage, limits).await?;
         let id = CacheId::new(start.id.to_be_bytes()).ok_or_else(recover::no_id)?;
         let mut state = State::new(start);
         // Home and flash may differ where an opening that did not end well has written.
         let is_void = state.void_regions(None);
         debug_assert!(is_void, "a record has room for all words");
-        let cache = Self::with(storage, id, state, options)?;
+        let cache = Self::with(storage, id, state, options, limits)?;
+        cache.write_short().await?;
         cache.add_features(Superblock::NEIGHBOURS).await?;
-        cache.shed_at_open().await?;
         cache.forget_lost_rows().await?;
         Ok(cache)
     }
@@ -265,6 +272,11 @@ impl FlashCache {
     /// Facts, as of now.
     pub fn facts(&self) -> Facts {
         Facts::of_state(&self.state())
+    }
+
+    /// What its opening came to.
+    pub fn opened(&self) -> Opened {
+        self.state().opened
     }
 
     /// The rows, as of now.

@@ -23,6 +23,12 @@
 //!
 //! Nothing here reads or writes flash. Which slots are free is in `slots`.
 
+mod fill;
+#[cfg(test)]
+mod tests;
+
+pub(crate) use fill::cost_of;
+
 use crate::bytes::{be16, be32, be64};
 use crate::layout::{GROUP_BLOCKS, Key, Layout, PAYLOAD_MAX, ROWS_MAX, SECTORS_ALL, Slot};
 use crate::table::{SMALL_PLACES, Table, entry_of, key_of};
@@ -436,10 +442,14 @@ impl Map {
         let before = part.size();
         let changed = change(part);
         let after = part.size();
+        self.note_size(before, after);
+        changed
+    }
+
+    fn note_size(&mut self, before: Size, after: Size) {
         self.sum.groups = self.sum.groups + after.groups - before.groups;
         self.sum.payload = self.sum.payload + after.payload - before.payload;
         self.sum.grown = self.sum.grown + after.grown - before.grown;
-        changed
     }
 
     /// How many groups have a cached block.
@@ -731,6 +741,3 @@ pub(crate) fn decode_part(layout: &Layout, part: u32, payload: &[u8]) -> Option<
     groups.sort_unstable();
     groups.windows(2).all(|pair| pair[0] != pair[1]).then_some(found)
 }
-
-#[cfg(test)]
-mod tests;

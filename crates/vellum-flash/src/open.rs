@@ -67,12 +67,14 @@ pub(crate) struct Open {
     left: Vec<Slot>,
     bytes: [usize; 4],
     is_urgent: bool,
+    /// There is a record even if it has no items.
+    is_forced: bool,
 }
 
 impl Open {
     /// Whether there is nothing to say.
     pub(crate) fn is_empty(&self) -> bool {
-        self.ledger.is_empty() && self.blocks.is_empty() && self.left.is_empty()
+        self.ledger.is_empty() && self.blocks.is_empty() && self.left.is_empty() && !self.is_forced
     }
 
     /// Whether a flush has to write it.
@@ -122,6 +124,11 @@ impl Open {
 
     pub(crate) fn note_slice(&mut self, number: u32) {
         self.slices.insert(number);
+    }
+
+    /// The next seal makes a record, also of nothing: for slices that are to be written.
+    pub(crate) fn force(&mut self) {
+        (self.is_forced, self.is_urgent) = (true, true);
     }
 
     pub(crate) fn note_left(&mut self, slot: Slot) {

@@ -274,7 +274,8 @@ impl Item {
         }
     }
 
-    fn decode(bytes: &[u8], slots: u32) -> Option<Self> {
+    /// The item at the start of these bytes. `None` when it is none.
+    pub(crate) fn decode(bytes: &[u8], slots: u32) -> Option<Self> {
         let head = bytes.get(..8)?;
         let is_zero = |from: usize, to: usize| head[from..to].iter().all(|byte| *byte == 0);
         let key_at = |at: usize| {

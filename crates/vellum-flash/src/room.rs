@@ -26,6 +26,9 @@ use crate::open::{Open, Share};
 use crate::shared::{FlashCache, Home};
 use crate::state::{Need, Shed, Short, State};
 
+/// At most this many slices are written with one commit of an opening: copies that are in memory at once.
+const SHORT_AT_ONCE: usize = 64;
+
 /// What was promised to a request, until it is dropped.
 pub(crate) struct Promise<'a> {
     cache: &'a FlashCache,
@@ -49,22 +52,13 @@ impl Drop for Promise<'_> {
 }
 
 impl FlashCache {
-    /// Gives up clean blocks for which a cache that was just opened has too little memory.
-    pub(crate) async fn shed_at_open(&self) -> Result<()> {
-        loop {
-            let shed = {
-                let mut state = self.state();
-                if !state.lacks_memory(0) {
-                    return Ok(());
-                }
-                state.shed(0)
-            };
-            match shed {
-                Shed::Some => {}
-                Shed::NoRecord => self.commit_all().await?,
-                Shed::AllDirty => return Ok(()),
-            }
+    /// Writes the slices again whose clean blocks an opening has left out, some with each commit. Until they are durable, flash
+    /// has those blocks in slots that nothing else may get; and a disk that is open could change what home has of them.
+    pub(crate) async fn write_short(&self) -> Result<()> {
+        while self.state().write_short(SHORT_AT_ONCE) {
+            self.commit().await?; // commit point
         }
+        Ok(())
     }
 
     /// The rows of the open disks that may get dirty blocks. What is only read, or written through, has no reserve.

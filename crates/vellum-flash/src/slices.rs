@@ -86,6 +86,26 @@ impl Slices {
         chosen
     }
 
+    /// Of these slices, which are behind, those are copied that have no copy on its way; they count as copied from now on.
+    pub(crate) fn copy_chosen(&mut self, numbers: &[u32]) -> Vec<u32> {
+        let mut chosen = numbers.to_vec();
+        chosen.retain(|number| {
+            let one = self.one(*number);
+            debug_assert!(one.behind != 0, "slice {number} lacks nothing");
+            let is_due = !one.is_copied;
+            if is_due {
+                (one.is_copied, one.behind_copy) = (true, 0);
+            }
+            is_due
+        });
+        chosen
+    }
+
+    /// Whether a copy of the slice is on its way.
+    pub(crate) fn is_copied(&self, number: u32) -> bool {
+        self.each[number as usize].is_copied
+    }
+
     /// The place that the copy is written to.
     pub(crate) fn place_of_copy(&self, number: u32) -> u32 {
         1 - self.each[number as usize].place
@@ -135,6 +155,22 @@ mod tests {
         slices.touch(1, 9);
         assert_eq!(slices.copy_next(9), [2, 1]);
         assert_eq!(slices.place_of_copy(1), 0, "the places take turns");
+    }
+
+    #[test]
+    fn those_that_are_named_are_copied_once() {
+        let mut slices = Slices::new(4);
+        [1, 3].into_iter().for_each(|number| slices.touch(number, 7));
+        slices.touch(2, 5);
+        assert_eq!(slices.copy_chosen(&[1, 3]), [1, 3]);
+        assert!(slices.is_copied(1) && !slices.is_copied(2));
+        assert_eq!(
+            (slices.copy_chosen(&[3, 2]), slices.copy_next(9), slices.tail()),
+            (vec![2], vec![], Some(5))
+        );
+        slices.touch(1, 8);
+        [1, 2, 3].into_iter().for_each(|number| slices.note_written(number));
+        assert_eq!((slices.tail(), slices.uncopied()), (Some(8), 1));
     }
 
     #[test]

@@ -5,6 +5,8 @@
 //!     ▲              │  give back: it was never published     │ begin trim: it is stale, flash still has its bytes
 //!     └──────────────┘                                       ▼
 //!     ▲───────────────────── end trim ────────────────── trimmed
+//!
+//!   free ──take this──► taken ──leave──► leaving, unrecorded ──release──► free       of an opening alone
 //! ```
 //!
 //! 1. A slot is given out only while it is free, and to one caller. One of which a TRIM is under way is not free.
@@ -13,6 +15,8 @@
 //! 3. A caller names a segment first, that of the block's group. Only when it has nothing free is another used.
 //!    A block without a segment gets one that has more free slots than most, so that the rest of its group will
 //!    have room there.
+//! 4. A slot leaves *unrecorded* when the map does not have its block and no record says so. It is free when no slice on flash
+//!    names it any more, which the caller decides for all of them at once.
 //!
 //! Within a segment slots are given out upwards from where the last one was, so neighbouring blocks that are
 //! written together are neighbours on flash.
@@ -37,7 +41,8 @@ pub(crate) enum SlotState {
 struct Word {
     free: u64,
     leaving: u64,
-    /// Of those that are free: flash was not told that nobody needs their bytes. Of the others: a TRIM is under way.
+    /// Of those that are free: flash was not told that nobody needs their bytes. Of those that leave: unrecorded. Of the others: a
+    /// TRIM is under way.
     stale: u64,
 }
 
@@ -190,6 +195,27 @@ impl Slots {
         self.leaving -= 1;
         self.set_free(slot);
         self.set_stale(slot);
+    }
+
+    /// As [`Slots::leave`], unrecorded.
+    pub(crate) fn leave_unrecorded(&mut self, slot: Slot) {
+        self.leave(slot);
+        let (index, bit) = Self::place(slot);
+        self.words[index].stale |= bit;
+    }
+
+    /// All slots that have left unrecorded are free.
+    pub(crate) fn release_unrecorded(&mut self) {
+        for index in 0..self.words.len() {
+            let mut unrecorded = self.words[index].leaving & self.words[index].stale;
+            while unrecorded != 0 {
+                let bit = unrecorded & unrecorded.wrapping_neg();
+                unrecorded ^= bit;
+                self.words[index].stale &= !bit;
+                let number = u32::try_from(index).expect("a slot has 32 bits") * WORD_SLOTS;
+                self.release(Slot(number + bit.trailing_zeros()));
+            }
+        }
     }
 
     /// Up to `most` neighbouring slots that are free and stale, at least `least` of them: the first, and how many. They are
@@ -369,6 +395,54 @@ mod tests {
         assert_eq!(free.leaving(), 1);
         free.release(Slot(300));
         assert_eq!(free.take_run(Some(0), 9), Some((Slot(300), 1)));
+    }
+
+    #[test]
+    fn what_left_unrecorded_is_free_all_at_once_and_nothing_else_is() {
+        for seed in 0..20 {
+            let mut random = Random::from_seed(seed);
+            let mut slots = Slots::new(1000);
+            let mut model = vec![SlotState::Free; 1000];
+            let mut unrecorded = 0;
+            for number in 0..1000 {
+                let slot = Slot(number);
+                let state = &mut model[number as usize];
+                if random.one_in(4) {
+                    continue;
+                }
+                assert!(slots.take_this(slot));
+                *state = SlotState::Taken;
+                match random.below(3) {
+                    0 => {
+                        slots.leave(slot);
+                        *state = SlotState::Leaving;
+                    }
+                    1 => {
+                        slots.leave_unrecorded(slot);
+                        assert_eq!(slots.state(slot), SlotState::Leaving);
+                        (*state, unrecorded) = (SlotState::Free, unrecorded + 1);
+                    }
+                    _ => {}
+                }
+            }
+            let (free, leaving) = (slots.free(), slots.leaving());
+            slots.release_unrecorded();
+            assert_eq!(
+                (slots.free(), slots.leaving()),
+                (free + unrecorded, leaving - unrecorded),
+                "seed {seed}"
+            );
+            assert!((0..1000).zip(&model).all(|(number, state)| slots.state(Slot(number)) == *state));
+            slots.release_unrecorded();
+            assert_eq!(slots.free(), free + unrecorded, "once");
+            // Flash has bytes in them that nobody needs.
+            let mut stale = 0;
+            while let Some((first, count)) = slots.begin_trim(1, 64) {
+                assert!((first.0..first.0 + count).all(|slot| model[slot as usize] == SlotState::Free));
+                stale += count;
+            }
+            assert_eq!(stale, unrecorded);
+        }
     }
 
     #[test]

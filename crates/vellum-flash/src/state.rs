@@ -14,6 +14,8 @@
 //! 4. A slot that was released is free when that record is durable and no request is left that may have looked
 //!    it up.
 //! 5. What a request needs is promised to it (`promises`), and the memory has a bound (`memory`).
+//! 6. Clean blocks that an opening leaves out of the map are still named by slices on flash. Their slots are free when all
+//!    those slices have been written without them, durably, and no disk is opened before.
 //!
 //! Nothing here reads or writes flash, and nothing waits. Rows are in `rows`, regions in `written`.
 
@@ -32,6 +34,7 @@ use crate::layout::{Key, Layout, SECTORS_ALL, Slot, Superblock};
 use crate::map::{self, Changed, Map};
 use crate::neighbours::joined;
 use crate::open::{Change, Open, Share};
+use crate::opened::Opened;
 use crate::policy::{Policy, Replacement};
 use crate::record::{Checks, Item, Record};
 use crate::regions::Uses;
@@ -43,8 +46,7 @@ use crate::zeros::Run;
 
 pub(crate) use written::Entry;
 
-use memory::Budget;
-pub(crate) use memory::Shed;
+pub(crate) use memory::{Budget, Limits, Shed, blocks_bytes};
 pub(crate) use promises::{Need, Short};
 
 /// Each seal copies at least this many slices when the ring fills.
@@ -120,6 +122,12 @@ pub(crate) struct State {
     /// Slots and runs that the requests of each disk asked for and have been promised, until they end.
     asked: BTreeMap<u16, Need>,
     policy: Box<dyn Policy>,
+    /// Slices that name blocks on flash which an opening has left out of the map, until they have been written without them.
+    short: BTreeSet<u32>,
+    /// Those that the next seal copies.
+    to_copy: Vec<u32>,
+    /// What the opening came to.
+    pub(crate) opened: Opened,
     /// The time by which dirty groups are stamped, in seconds.
     pub(crate) now: u32,
     /// Rows whose newest number may not have reached the image.
@@ -145,11 +153,15 @@ pub(crate) struct Start {
     /// Sequence, start and end of each record from the tail on.
     pub(crate) records: Vec<(u64, u64, u64)>,
     pub(crate) slices: Slices,
+    /// Slices that name blocks which are not in the map.
+    pub(crate) short: BTreeSet<u32>,
+    pub(crate) opened: Opened,
 }
 
 impl State {
     pub(crate) fn new(start: Start) -> Self {
-        let Start { id, features, layout, map, ledger, slots, sequence, mut newest, records, slices } = start;
+        let Start { id, features, layout, map, ledger, slots, sequence, mut newest, records, .. } = start;
+        let (slices, short, opened) = (start.slices, start.short, start.opened);
         newest.sort_unstable();
         let mut state = Self {
             id,
@@ -173,23 +185,24 @@ impl State {
             leaving: VecDeque::new(),
             promised: Need::default(),
             asked: BTreeMap::new(),
-            policy: Replacement::default().policy(layout.slots as usize),
+            policy: Replacement::default().policy(0),
+            short,
+            to_copy: Vec::new(),
+            opened,
             now: 0,
             undecided: BTreeSet::new(),
             uses: Uses::default(),
             budget: Budget::default(),
             windows: Arc::new(Room::of_slots(u64::from(layout.slots))),
         };
-        let fetched = crate::options::FETCHED_BYTES_USUAL as u64;
-        state.limit_memory(None, fetched, Replacement::default()).expect("the usual budget is enough");
+        state.limit_memory(Limits::default()).expect("the usual budget is enough");
         for part in 0..layout.parts {
-            let (dirty, counts) = (&mut state.dirty, &mut state.counts);
-            for (key, entry) in state.map.entries_in(part) {
-                let counts = counts.entry(key.row()).or_default();
-                counts.blocks += 1;
-                counts.dirty += u64::from(entry.dirty);
-                if entry.dirty {
-                    dirty.insert(key.group(), 0);
+            for group in state.map.groups_in(part) {
+                let counts = state.counts.entry(group.key.row()).or_default();
+                counts.blocks += u64::from(group.present.count_ones());
+                counts.dirty += u64::from(group.dirty.count_ones());
+                if group.dirty != 0 {
+                    state.dirty.insert(group.key, 0);
                 }
             }
             for (group, cost) in state.map.dirty_costs_in(part) {
@@ -557,6 +570,8 @@ impl State {
         for slice in taken.slices {
             self.slices.touch(slice, sequence);
         }
+        let to_copy = std::mem::take(&mut self.to_copy);
+        to_copy.iter().for_each(|slice| self.slices.touch(*slice, sequence));
         let tail = self.slices.tail().unwrap_or(sequence);
         // An older program knows of single blocks alone.
         let items = match self.features & Superblock::NEIGHBOURS {
@@ -575,7 +590,8 @@ impl State {
                 (slice, place)
             })
             .collect();
-        for number in self.slices.copy_next(self.copies()) {
+        let copied = self.slices.copy_chosen(&to_copy);
+        for number in copied.into_iter().chain(self.slices.copy_next(self.copies())) {
             let payload = match number {
                 0 => self.ledger.encode(),
                 number => self.map.encode_part(number - 1),
@@ -593,6 +609,7 @@ impl State {
         self.newest = std::mem::take(&mut self.sealed_checked);
         for (slice, _) in &sealed.slices {
             self.slices.note_written(slice.number);
+            self.short.remove(&slice.number);
         }
         self.ring.advance(sealed.record.tail);
         let left = std::mem::take(&mut self.left);
@@ -600,6 +617,21 @@ impl State {
             self.leaving.push_back((epochs.now(), left));
         }
         self.reclaim(epochs);
+    }
+
+    /// Slices are written without the blocks that an opening has left out, at most `most` with the next record; true while
+    /// there are some. Then the slots of those blocks are free: nothing on flash names them.
+    pub(crate) fn write_short(&mut self, most: usize) -> bool {
+        if self.short.is_empty() {
+            self.slots.release_unrecorded();
+            return false;
+        }
+        let is_due = |number: &&u32| !self.slices.is_copied(**number);
+        self.to_copy = self.short.iter().filter(is_due).take(most).copied().collect();
+        self.opened.slices_written += self.to_copy.len() as u64;
+        // Also without any: a record takes the copies along that are on their way.
+        self.open.force();
+        true
     }
 
     /// Slots that no request uses any more are free. Returns the epoch that the next ones wait for.

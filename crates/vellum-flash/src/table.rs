@@ -101,6 +101,14 @@ impl<const N: usize> Table<N> {
         self.put(secret, entry)
     }
 
+    /// Makes room for this many entries more, at once.
+    pub(crate) fn reserve(&mut self, secret: u64, more: usize) {
+        let places = ((self.len + more) * 8).div_ceil(7);
+        if more > 0 && places > self.places.len() {
+            self.rebuild(secret, places.max(4));
+        }
+    }
+
     /// Takes the entry in a place out. Others may move.
     pub(crate) fn remove(&mut self, secret: u64, place: usize) {
         debug_assert!(key_of(&self.places[place]) != EMPTY);

@@ -97,6 +97,20 @@ fn little_memory() {
     all("little memory, many groups", &Setup { memory: Some(1500), ..many }, 6);
 }
 
+/// Every other opening has less memory than the map takes: it leaves clean blocks out and writes their slices again.
+#[test]
+fn openings_with_less_memory() {
+    let less =
+        Setup { blocks: 150, memory: Some(8000), shrinks: true, nested_one_in: 60, ..Setup::usual(64) };
+    all("openings with less memory", &Setup { steps: 60, ..less.clone() }, 12);
+    let two = Setup { disks: 2, guests: 2, steps: 14, blocks: 80, slots: 40, ..less.clone() };
+    all("openings with less memory, two disks", &two, 8);
+    // Two parts: one is read when the other is in memory.
+    let parts = Setup { slots: 4200, blocks: 250, steps: 60, ..less.clone() };
+    all("openings with less memory, two parts", &parts, 4);
+    all("openings with less memory, through", &Setup { through_from: 0, steps: 60, ..less }, 8);
+}
+
 #[test]
 fn written_through() {
     let through = Setup { through_from: 0, ..Setup::usual(16) };

@@ -28,7 +28,7 @@ use std::time::Duration;
 use futures_lite::future::or;
 use vellum_core::pin::ProofKind;
 use vellum_core::{Context, Error, ErrorKind, Random, Result, SharedStorage, lock};
-use vellum_flash::{Facts, FlashCache, FlashOptions, FlashPolicy};
+use vellum_flash::{Facts, FlashCache, FlashOptions, FlashPolicy, Opened};
 use vellum_io::{File, LockMode, OpenOptions, Spawned, WorkersHandle, clock, spawn_local, unblock_at};
 use vellum_layer::FlashChoice;
 
@@ -154,6 +154,17 @@ async fn gone_from(path: &Path, file: &str) -> Option<String> {
     }
 }
 
+/// Says what an opening has given up for want of memory.
+fn say_if_short(path: &Path, opened: Opened) {
+    if opened.given_up > 0 {
+        tracing::info!(
+            "the flash cache {} has given up {} blocks for which `--flash-memory` is too little; images have them",
+            path.display(),
+            opened.given_up
+        );
+    }
+}
+
 /// Says what a cache keeps that has more than its memory allows: dirty blocks alone.
 fn warn_if_over_budget(path: &Path, facts: Facts) {
     let Facts { budget_bytes, budget_used_bytes, dirty_blocks, .. } = facts;
@@ -215,6 +226,7 @@ impl HostFlash {
     /// Opens it, and begins to tend it.
     pub(crate) async fn open(spec: &FlashSpec, workers: &WorkersHandle) -> Result<Arc<Self>> {
         let (cache, _) = open_with(&spec.path, spec.memory_bytes_max, spec.discards, spec.direct).await?;
+        say_if_short(&spec.path, cache.opened());
         warn_if_over_budget(&spec.path, cache.facts());
         let flash = Arc::new(Self {
             path: spec.path.clone(),

@@ -99,6 +99,41 @@ fn a_part_reads_as_it_was_written() {
 }
 
 #[test]
+fn a_map_that_is_filled_is_what_puts_make_of_it_and_costs_what_it_says() {
+    for seed in 0..40 {
+        let mut random = Random::from_seed(seed);
+        let layout = layout(20_000);
+        let mut map = Map::new(&layout);
+        for _ in 0..3000 {
+            map.put(Key::new(7, random.below(8000)), random_entry(&mut random, layout.slots));
+        }
+        let mut filled = Map::new(&layout);
+        for part in 0..map.parts() {
+            let entries = decode_part(&layout, part, &map.encode_part(part)).unwrap();
+            let groups = || entries.chunk_by(|(a, _), (b, _)| a.group() == b.group());
+            let before = filled.grown_bytes() + filled.payload_bytes();
+            filled.fill(part, groups().count(), groups());
+            let dirty = groups().filter(|group| group.iter().any(|(_, entry)| entry.dirty)).count() as u64;
+            let cost: u64 = groups().map(cost_of).sum();
+            let after = filled.grown_bytes() + filled.payload_bytes();
+            assert_eq!(after - before + dirty * DIRTY_GROUP_COST, cost, "seed {seed}");
+            assert_eq!(filled.payload_of(part), filled.encode_part(part).len(), "seed {seed}");
+            assert!(filled.payload_of(part) <= map.payload_of(part), "seed {seed}: no worse than it was");
+            let clean = filled.clean_in(part);
+            assert_eq!(clean.len(), entries.iter().filter(|(_, entry)| !entry.dirty).count());
+        }
+        assert_eq!(filled.entries().collect::<BTreeMap<_, _>>(), map.entries().collect(), "seed {seed}");
+        assert_eq!((filled.blocks(), filled.dirty_blocks()), (map.blocks(), map.dirty_blocks()));
+        assert!(filled.memory_bytes() <= filled.empty_bytes_max() + filled.grown_bytes(), "seed {seed}");
+        // It goes on as any other.
+        for key in map.entries().map(|(key, _)| key).collect::<Vec<_>>() {
+            assert_eq!(filled.remove(key), map.get(key), "seed {seed}");
+        }
+        assert_eq!((filled.blocks(), filled.grown_bytes(), filled.payload_bytes()), (0, 0, 0));
+    }
+}
+
+#[test]
 fn what_no_cache_writes_is_refused() {
     let layout = layout(4000);
     let mut map = Map::new(&layout);

@@ -6,8 +6,8 @@
 //!   blocks   │ dirty: at most what `map` says, in reserves (promises) │ clean: given up when the budget is reached    │
 //! ```
 //!
-//! 1. What is counted ([`State::budget_used`]) is never more than the budget, save for what a recovery found. All that
-//!    grows with the guests' requests is counted, by the most that it can take.
+//! 1. What is counted ([`State::budget_used`]) is never more than the budget, save for dirty blocks that a recovery found. All
+//!    that grows with the guests' requests is counted, by the most that it can take.
 //! 2. Without its clean blocks the map takes no more than the dirty ones may cost. So whoever has a promise, or is
 //!    within its reserve, has memory once clean blocks are given up, and no home is waited for.
 //! 3. A block that was read gets in only where it leaves the budget whole. What is given up first is what takes most
@@ -19,10 +19,13 @@ use vellum_core::{Error, Result};
 
 use super::State;
 use crate::layout::{Layout, ROWS_MAX};
-use crate::map::DIRTY_COST_MAX;
+use crate::map::{DIRTY_COST_MAX, Map};
 use crate::open::Share;
 use crate::policy::Replacement;
 use crate::regions::WORDS_MAX;
+use crate::slices::Slices;
+use crate::slots::Slots;
+use crate::windows::Room;
 use crate::zeros::RUNS_MAX;
 
 /// Memory for the blocks of a cache, for each slot, where nothing else is said: four times what full groups take.
@@ -53,12 +56,86 @@ const CLEAN_COST_MIN: u64 = 7;
 const LOOKS_AT_ONCE: usize = 4096;
 const LOOKS_MAX: usize = 16;
 
+/// What a caller says of the memory.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Limits {
+    /// The most that the cache takes; none for the usual: 16 bytes for each slot, and what a cache of this size takes
+    /// whatever is in it.
+    pub(crate) bytes_max: Option<u64>,
+    /// What of it is for copies of what was read.
+    pub(crate) fetched_bytes_max: u64,
+    /// How blocks to give up are named.
+    pub(crate) replacement: Replacement,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        let fetched_bytes_max = crate::options::FETCHED_BYTES_USUAL as u64;
+        Self { bytes_max: None, fetched_bytes_max, replacement: Replacement::default() }
+    }
+}
+
 /// The bound.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Budget {
+pub(crate) struct Budget {
     bytes_max: u64,
     /// What of it is for everything but blocks.
     fixed: u64,
+    /// How many keys the policy may remember.
+    keys_max: u64,
+}
+
+impl Budget {
+    /// That of a cache of this layout; the others say what they take. An error when it is too small.
+    pub(crate) fn new(
+        layout: &Layout,
+        (slots, slices, map): (&Slots, &Slices, &Map),
+        limits: Limits,
+    ) -> Result<Self> {
+        let Limits { bytes_max, fetched_bytes_max, replacement } = limits;
+        let count = u64::from(layout.slots);
+        let mut fixed = slots.memory_bytes()
+            + slices.memory_bytes_max()
+            + map.empty_bytes_max()
+            + RECORDS_OF_COMMIT * layout.record_bytes_max()
+            + SLICES_ON_THEIR_WAY.min(2 * u64::from(layout.slices()) * crate::layout::PLACE_BYTES)
+            + u64::from(ROWS_MAX) * ROW_BYTES
+            + RUNS_MAX as u64 * RUN_BYTES
+            + WORDS_MAX as u64 * WORD_BYTES
+            + Room::of_slots(count).bytes_max()
+            + fetched_bytes_max;
+        // Clock keeps nothing beside the map. The others remember what a quarter of the rest has room for.
+        let keys_max = match (replacement, bytes_max) {
+            (Replacement::Clock, _) => 0,
+            (_, None) => count,
+            (_, Some(bytes_max)) => count.min(bytes_max.saturating_sub(fixed) / 4 / POLICY_KEY_BYTES),
+        };
+        fixed += keys_max * POLICY_KEY_BYTES;
+        let bytes_max = bytes_max.unwrap_or(fixed + count.max(SLOTS_MIN) * USUAL_FOR_SLOT);
+        let least = fixed + BLOCKS_MIN * DIRTY_COST_MAX;
+        if bytes_max < least {
+            let why = format!(
+                "{bytes_max} bytes of memory (--flash-memory) are too few for a flash cache of this size: it needs at least {least}"
+            );
+            return Err(Error::invalid(why));
+        }
+        Ok(Self { bytes_max, fixed, keys_max })
+    }
+
+    /// What blocks may take.
+    pub(crate) const fn for_blocks(&self) -> u64 {
+        self.bytes_max - self.fixed
+    }
+
+    /// What of that is kept free once it was reached.
+    pub(crate) const fn headroom(&self) -> u64 {
+        self.for_blocks() / HEADROOM_SHARE
+    }
+}
+
+/// What the blocks of a map count for, of which this many groups are dirty.
+pub(crate) const fn blocks_bytes(map: &Map, dirty_groups: u64) -> u64 {
+    map.grown_bytes() + map.payload_bytes() + dirty_groups * DIRTY_GROUP_BYTES
 }
 
 /// What came of giving up blocks.
@@ -73,51 +150,18 @@ pub(crate) enum Shed {
 }
 
 impl State {
-    /// The most that the cache takes from now on; none for the usual: 16 bytes for each slot, and what a cache of this
-    /// size takes whatever is in it. `fetched_bytes_max` is for copies of what was read. Blocks to give up are named as
-    /// `replacement` says; what was used before is not known to it. An error when the budget is too small.
-    pub(crate) fn limit_memory(
-        &mut self,
-        bytes_max: Option<u64>,
-        fetched_bytes_max: u64,
-        replacement: Replacement,
-    ) -> Result<()> {
-        let layout: &Layout = &self.layout;
-        let slots = u64::from(layout.slots);
-        let mut fixed = self.slots.memory_bytes()
-            + self.slices.memory_bytes_max()
-            + self.map.empty_bytes_max()
-            + RECORDS_OF_COMMIT * layout.record_bytes_max()
-            + SLICES_ON_THEIR_WAY.min(2 * u64::from(layout.slices()) * crate::layout::PLACE_BYTES)
-            + u64::from(ROWS_MAX) * ROW_BYTES
-            + RUNS_MAX as u64 * RUN_BYTES
-            + WORDS_MAX as u64 * WORD_BYTES
-            + self.windows.bytes_max()
-            + fetched_bytes_max;
-        // Clock keeps nothing beside the map. The others remember what a quarter of the rest has room for.
-        let keys_max = match (replacement, bytes_max) {
-            (Replacement::Clock, _) => 0,
-            (_, None) => slots,
-            (_, Some(bytes_max)) => slots.min(bytes_max.saturating_sub(fixed) / 4 / POLICY_KEY_BYTES),
-        };
-        fixed += keys_max * POLICY_KEY_BYTES;
-        let bytes_max = bytes_max.unwrap_or(fixed + slots.max(SLOTS_MIN) * USUAL_FOR_SLOT);
-        let least = fixed + BLOCKS_MIN * DIRTY_COST_MAX;
-        if bytes_max < least {
-            let why = format!(
-                "{bytes_max} bytes of memory (--flash-memory) are too few for a flash cache of this size: it needs at least {least}"
-            );
-            return Err(Error::invalid(why));
-        }
-        self.budget = Budget { bytes_max, fixed };
-        self.policy =
-            replacement.policy(usize::try_from(keys_max).expect("at most as many as there are slots"));
+    /// The most that the cache takes from now on. What was used before is not known to the policy. An error when it is too
+    /// little.
+    pub(crate) fn limit_memory(&mut self, limits: Limits) -> Result<()> {
+        self.budget = Budget::new(&self.layout, (&self.slots, &self.slices, &self.map), limits)?;
+        let keys_max = usize::try_from(self.budget.keys_max).expect("at most as many as there are slots");
+        self.policy = limits.replacement.policy(keys_max);
         Ok(())
     }
 
     /// What blocks may take.
     pub(crate) fn memory_for_blocks(&self) -> u64 {
-        self.budget.bytes_max - self.budget.fixed
+        self.budget.for_blocks()
     }
 
     /// The bound of the memory.
@@ -131,7 +175,7 @@ impl State {
     }
 
     fn blocks_bytes(&self) -> u64 {
-        self.map.grown_bytes() + self.map.payload_bytes() + self.dirty.len() as u64 * DIRTY_GROUP_BYTES
+        blocks_bytes(&self.map, self.dirty.len() as u64)
     }
 
     /// The most that all dirty blocks may take.
@@ -155,7 +199,7 @@ impl State {
     }
 
     fn headroom(&self) -> u64 {
-        self.memory_for_blocks() / HEADROOM_SHARE
+        self.budget.headroom()
     }
 
     /// Whether there is memory, or can be without anything being written home.

@@ -56,6 +56,8 @@ pub struct Setup {
     pub drained_one_in: u64,
     /// Bytes of memory for blocks; none for the usual.
     pub memory: Option<u64>,
+    /// Every other opening has an eighth of that.
+    pub shrinks: bool,
     /// Free slots are discarded.
     pub trims: bool,
 }
@@ -75,6 +77,7 @@ impl Setup {
             nested_one_in: 400,
             drained_one_in: 3,
             memory: None,
+            shrinks: false,
             trims: false,
         }
     }
@@ -85,6 +88,13 @@ impl Setup {
 
     fn size(&self) -> u64 {
         self.blocks * 4096 + self.sectors * 512
+    }
+
+    /// Opens the cache, which is made when there is none.
+    async fn cache(&self, storage: &SharedStorage, seed: u64) -> CoreResult<Arc<FlashCache>> {
+        let is_small = self.shrinks && seed % 2 == 1;
+        let memory = self.memory.map(|memory| if is_small { memory / 8 } else { memory });
+        cache_with(storage, self.slots, seed, memory, self.trims).await
     }
 }
 
@@ -196,7 +206,7 @@ fn pattern(seed: u64, len: u64) -> Content {
 fn begin(setup: &Setup) -> Images {
     let flash = Medium::new(Content::default());
     let storage: SharedStorage = flash.clone();
-    block_on(cache_with(&storage, setup.slots, 1, setup.memory, setup.trims)).expect("a cache is made");
+    block_on(setup.cache(&storage, 1)).expect("a cache is made");
     let homes = (0..setup.disks).map(|disk| pattern(100 + disk as u64, setup.size()).into()).collect();
     Images { flash: flash.content().into(), homes }
 }
@@ -317,7 +327,7 @@ fn run(setup: &Setup, images: &Images, initial: &[Content], seed: u64) -> (Run, 
     let how = random.below(4);
     let outcome = world.run(async {
         let storage: SharedStorage = flash.clone();
-        let mut cache = cache_with(&storage, setup.slots, seed, setup.memory, setup.trims).await?;
+        let mut cache = setup.cache(&storage, seed).await?;
         let mut disks: Vec<Arc<FlashDisk>> = Vec::new();
         for (number, home) in homes.iter().enumerate() {
             disks.push(open(setup, &cache, number, home_on(home.clone())).await?);
@@ -357,7 +367,8 @@ fn run(setup: &Setup, images: &Images, initial: &[Content], seed: u64) -> (Run, 
                     if closed.is_err() {
                         return first_error.and(closed);
                     }
-                    cache = cache_with(&storage, setup.slots, seed, setup.memory, setup.trims).await?;
+                    let again = if setup.shrinks { random.any() } else { seed };
+                    cache = setup.cache(&storage, again).await?;
                     disks[0] = open(setup, &cache, 0, home_on(homes[0].clone())).await?;
                     watched = oracles[0].watch(disks[0].clone());
                     continue;
@@ -464,7 +475,10 @@ fn judge(
             vellum_format::settle(&**home).await.map_err(chain)?;
         }
         let storage: SharedStorage = flash.clone();
-        let cache = cache_with(&storage, setup.slots, 3, setup.memory, setup.trims)
+        // Where memory shrinks, some have little of it. With much, all that flash names is read.
+        let opening = if setup.shrinks && is_stubborn { 2 } else { 3 };
+        let cache = setup
+            .cache(&storage, opening)
             .await
             .map_err(|error| format!("the cache cannot be opened: {}", error.chain()))?;
         let mut disks = Vec::new();
@@ -504,7 +518,7 @@ fn judge(
         }
         drop(disks);
         let storage: SharedStorage = Medium::new(flash.content());
-        let cache = cache_with(&storage, setup.slots, 4, setup.memory, setup.trims).await.map_err(chain)?;
+        let cache = setup.cache(&storage, 4).await.map_err(chain)?;
         for (number, home) in homes.iter().enumerate() {
             let disk = open(setup, &cache, number, home_on(home.clone())).await.map_err(chain)?;
             differs("drained and opened again", number, &found[number], &whole(&*disk).await?)?;

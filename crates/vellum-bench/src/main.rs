@@ -45,6 +45,7 @@ enum Command {
     Exports(commands::exports::Args),
     Flash(commands::flash::Args),
     FlashHits(commands::flash_hits::Args),
+    FlashRecovery(commands::flash_recovery::Args),
     FreeCopies(commands::free_copies::Args),
     Growing(commands::growing::Args),
     #[command(hide = true)]
@@ -72,6 +73,7 @@ fn main() -> ExitCode {
         Command::Exports(args) => ("exports", commands::exports::run(&args)),
         Command::Flash(args) => ("flash", commands::flash::run(&args)),
         Command::FlashHits(args) => ("flash-hits", commands::flash_hits::run(&args)),
+        Command::FlashRecovery(args) => ("flash-recovery", commands::flash_recovery::run(&args)),
         Command::FreeCopies(args) => ("free-copies", commands::free_copies::run(&args)),
         Command::Growing(args) => ("growing", commands::growing::run(&args)),
         Command::Instructions(args) => ("instructions", commands::instructions::run(&args)),

@@ -7,6 +7,7 @@ pub(crate) mod engine;
 pub(crate) mod exports;
 pub(crate) mod flash;
 pub(crate) mod flash_hits;
+pub(crate) mod flash_recovery;
 pub(crate) mod free_copies;
 pub(crate) mod growing;
 pub(crate) mod instructions;

@@ -9,12 +9,10 @@
 //! The image is sparse: only its tables and the written data take space. The writes are scattered, so that
 //! each record of the journal concerns other pages of the tables.
 
-use std::fs::OpenOptions;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Instant, SystemTime};
 
-use rustix::fs::Advice;
 use serde::Serialize;
 use serde_json::Value;
 use vellum_core::{Context, Error, Result};
@@ -25,6 +23,7 @@ use vellum_lab::report::{Output, Table, say_json};
 use vellum_lab::server::{Cache, Running, Serving, Vellum};
 
 use crate::host::Machine;
+use crate::images::prepare;
 use crate::report::short;
 
 const CLUSTER_BYTES: u64 = 64 << 10;
@@ -172,7 +171,7 @@ fn look(lab: &Lab, size: u64, journal_bytes: u64) -> Result<Row> {
         }
         next += flushed_writes;
         running.kill()?;
-        out_of_the_cache(&desk.image)
+        prepare(&desk.image, false)
     };
     fill_and_kill()?;
     let mut recover = Command::new(&lab.vellum.path);
@@ -197,7 +196,7 @@ fn look(lab: &Lab, size: u64, journal_bytes: u64) -> Result<Row> {
         Ok(seconds)
     };
     let serve_seconds = first_answer()?;
-    out_of_the_cache(&desk.image)?;
+    prepare(&desk.image, false)?;
     let serve_clean_seconds = first_answer()?;
     #[expect(clippy::cast_precision_loss, reason = "clusters are far below 2^53")]
     let unmapped = (size / UNMAPPED_PART / CLUSTER_BYTES - flushed_writes) as f64;
@@ -222,16 +221,6 @@ fn replayed(answer: &[u8]) -> Option<(u64, u64)> {
     let answer: Value = serde_json::from_slice(answer).ok()?;
     let number = |place: &str| answer.pointer(place)?.as_u64();
     Some((number("/journal/records-replayed")?, number("/journal/pages-written")?))
-}
-
-fn out_of_the_cache(path: &Path) -> Result<()> {
-    let drop_pages = || {
-        let file = OpenOptions::new().read(true).write(true).open(path)?;
-        file.sync_all()?;
-        Ok(rustix::fs::fadvise(&file, 0, None, Advice::DontNeed)?)
-    };
-    let done: std::io::Result<()> = drop_pages();
-    done.context(|| format!("can't take {} out of the page cache", path.display()))
 }
 
 fn line(row: &Row) -> String {

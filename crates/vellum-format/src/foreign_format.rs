@@ -245,6 +245,7 @@ impl Head for ForeignHead {
                 compressing: None,
                 detaching: None,
                 sessions: None,
+                bitmaps: None,
                 tier: None,
             })
         })

@@ -24,6 +24,7 @@ use vellum_core::{
     Storage,
 };
 
+pub use crate::closed_bitmaps::{Bitmap, BitmapChange, Bits, ClosedBitmaps, MergeSource, OpenBitmaps};
 pub use crate::closed_snapshots::{Amend, ClosedSnapshots, Growth, Reserve, Wanted};
 pub use crate::compressing::{BlockContent, Compressing, PackedBlock};
 use crate::fast::{FastId, FastMedium, NamedFast, Tiers};
@@ -131,6 +132,8 @@ pub struct Opened {
     pub detaching: Option<Arc<dyn Detaching>>,
     /// What ties it to its flash cache, where it is open for writing with one and the image has a place for that.
     pub sessions: Option<Arc<dyn Sessions>>,
+    /// Its bitmaps, in formats that have some.
+    pub bitmaps: Option<Arc<dyn OpenBitmaps>>,
     /// Its copies on a fast medium, where it was opened with the one that it names.
     pub tier: Option<Arc<dyn Tiers>>,
 }
@@ -308,6 +311,11 @@ pub trait Format: Sync {
 
     /// What changes the snapshots of an image that is not open, where that is how the format changes them.
     fn closed_snapshots(&self) -> Option<&'static dyn ClosedSnapshots> {
+        None
+    }
+
+    /// What lists and changes the bitmaps of an image that is not open, where the format has some.
+    fn closed_bitmaps(&self) -> Option<&'static dyn ClosedBitmaps> {
         None
     }
 

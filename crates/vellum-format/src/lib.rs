@@ -48,6 +48,7 @@
 
 mod bytes;
 mod claims;
+mod closed_bitmaps;
 mod closed_snapshots;
 pub mod commit;
 mod compressing;

@@ -321,6 +321,7 @@ impl Head for Len {
             compressing: None,
             detaching: None,
             sessions: None,
+            bitmaps: None,
             tier: None,
         }))
     }

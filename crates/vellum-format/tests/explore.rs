@@ -264,6 +264,35 @@ mod compressed {
     }
 }
 
+/// Each recovered image has a bitmap that says what has changed.
+mod bitmaps {
+    use super::*;
+
+    #[test]
+    fn ordered() {
+        let counts = explore(&QcowSubject::bitmap(), 2);
+        assert!(counts.states > 1000, "{counts:?}");
+        explore_plans(&QcowSubject::bitmap(), failing_flushes());
+    }
+
+    #[test]
+    fn journal() {
+        let counts = explore(&QcowSubject::bitmap_journal(), 2);
+        assert!(counts.states > 1000, "{counts:?}");
+        explore_plans(&QcowSubject::bitmap_journal(), failing_flushes());
+    }
+
+    #[test]
+    fn journal_over_a_base() {
+        explore(&QcowSubject::bitmap_journal_over_a_base(), 4);
+    }
+
+    #[test]
+    fn compressed() {
+        explore(&QcowSubject::bitmap_journal_packed(), 8);
+    }
+}
+
 #[test]
 fn journal_with_little_memory() {
     explore(&QcowSubject::journal_small_cache(), 2);

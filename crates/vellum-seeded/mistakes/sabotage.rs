@@ -214,6 +214,10 @@ pub enum Bug {
     EntryOfAnyDisk,
     /// A write leaves a bit that leads to nothing.
     LostBitKept,
+    /// A request changes the disk before it is marked in a bitmap on the medium.
+    ChangedBeforeMarked,
+    /// What is marked in bitmaps is left out of the record.
+    NoBitmaps,
 }
 
 thread_local! {

@@ -133,6 +133,13 @@ found! {
         lowered_not_recorded: LoweredNotRecorded,
         published_before_written: PublishedBeforeWritten,
     }
+    bitmap {
+        changed_before_marked_in_order: ChangedBeforeMarked,
+    }
+    bitmap_journal {
+        changed_before_marked: ChangedBeforeMarked,
+        no_bitmaps: NoBitmaps,
+    }
     compressed_journal {
         compressed_not_fenced: CompressedNotFenced,
         compressed_not_freed: CompressedNotFreed,

@@ -125,6 +125,7 @@ impl Head for LuksHead {
                 compressing: None,
                 detaching: None,
                 sessions: None,
+                bitmaps: None,
                 tier: None,
             })
         })

@@ -44,6 +44,7 @@ fn opened(native: Arc<Native>) -> Opened {
         compressing: None,
         detaching: Some(native),
         sessions,
+        bitmaps: None,
         tier,
     }
 }

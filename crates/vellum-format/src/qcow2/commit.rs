@@ -8,7 +8,7 @@
 //!   seal      copy at one moment: freed clusters, L1, L2 pages, refcounts    (the gate is held alone)
 //!   stage 1   refcount pages, a moved refcount table      ── flush ──     also makes all guest data durable
 //!   stage 2   refcount table entries, or the header       ── flush ──     only when blocks were added
-//!   stage 3   L2 pages, L1 entries                        ── flush ──     commit point
+//!   stage 3   L2 pages, L1 entries, bitmaps               ── flush ──     commit point
 //!   after     freed clusters may be given back, once no request reads them any more
 //! ```
 //!
@@ -38,6 +38,7 @@ use vellum_core::{
     LocalFuture, Result, SharedDisk, WriteFlags, ZeroFlags, try_join_all,
 };
 
+use super::bitmaps::track::SealedBitmap;
 use super::give_back::Pace;
 use super::header::Header;
 use super::image::Qcow2;
@@ -64,11 +65,17 @@ pub(crate) struct Sealed {
     pub(crate) l1: Vec<L1Sector>,
     pub(crate) pages: Vec<SealedPage>,
     pub(crate) refcounts: SealedRefcounts,
+    bitmaps: Vec<SealedBitmap>,
 }
 
 impl Sealed {
     fn has_mapping(&self) -> bool {
-        !self.l1.is_empty() || !self.pages.is_empty()
+        !self.l1.is_empty() || !self.pages.is_empty() || !self.bitmaps.is_empty()
+    }
+
+    /// The sectors of bitmaps and of their tables.
+    fn bitmap_sectors(&self) -> impl Iterator<Item = &L1Sector> {
+        self.bitmaps.iter().flat_map(|bitmap| &bitmap.sectors)
     }
 }
 
@@ -83,7 +90,8 @@ impl engine::Sealed for Sealed {
     }
 
     fn pages(&self) -> Vec<HomeWrite> {
-        let l1 = self.l1.iter().map(|sector| (sector.at, Arc::from(&sector.bytes[..])));
+        let l1 = self.l1.iter().chain(self.bitmap_sectors());
+        let l1 = l1.map(|sector| (sector.at, Arc::from(&sector.bytes[..])));
         let pages = self.pages.iter().map(|page| (page.at, Arc::from(&page.bytes[..])));
         let refcounts = self.refcounts.pages.iter().map(|page| (page.at, Arc::from(&page.bytes[..])));
         l1.chain(pages).chain(refcounts).collect()
@@ -109,6 +117,7 @@ impl Disk for Qcow2 {
     fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
             let span = self.engine.check_change(GuestSpan::checked(at, data.len() as u64))?;
+            self.mark_changed(span).await?;
             self.noticed(self.write_span(span, data).await).await?;
             if flags.fua { self.noticed(self.make_durable().await).await } else { Ok(()) }
         })
@@ -128,6 +137,7 @@ impl Disk for Qcow2 {
     fn write_zeroes(&self, span: GuestSpan, flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
             let span = self.engine.check_change(Some(span))?;
+            self.mark_changed(span).await?;
             self.noticed(self.zero_span(span, flags).await).await?;
             if flags.fua { self.noticed(self.make_durable().await).await } else { Ok(()) }
         })
@@ -136,6 +146,7 @@ impl Disk for Qcow2 {
     fn discard(&self, span: GuestSpan, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
             let span = self.engine.check_change(Some(span))?;
+            self.mark_changed(span).await?;
             self.noticed(self.discard_span(span).await).await?;
             if flags.fua { self.noticed(self.make_durable().await).await } else { Ok(()) }
         })
@@ -193,7 +204,7 @@ impl Qcow2 {
             return Ok(());
         }
         self.change_header(|header| {
-            let autoclear = header.kept_autoclear(self.flash);
+            let autoclear = header.kept_autoclear(self.flash, self.tracking.unusable().is_none());
             header.set_features(header.incompatible | incompatible::DIRTY, autoclear);
         })
         .await?;
@@ -255,7 +266,8 @@ impl Map for Qcow2 {
         }
         // Stage 3.
         if sealed.has_mapping() {
-            let l1 = sealed.l1.iter().map(|sector| (sector.at, &sector.bytes[..]));
+            let l1 = sealed.l1.iter().chain(sealed.bitmap_sectors());
+            let l1 = l1.map(|sector| (sector.at, &sector.bytes[..]));
             let pages = sealed.pages.iter().map(|page| (page.at, &page.bytes[..]));
             write_all(&self.engine.name, &self.metadata, l1.chain(pages), "the mapping").await?;
             self.flush_storage().await?; // commit point
@@ -279,12 +291,12 @@ impl Map for Qcow2 {
         }
         pages.sort_by_key(|page| page.at);
         let refcounts = self.refcounts().seal();
-        Ok(Sealed { freed, l1, pages, refcounts })
+        Ok(Sealed { freed, l1, pages, refcounts, bitmaps: self.tracking.seal() })
     }
 
     fn items_of(&self, sealed: &Sealed, items: &mut Vec<Item>) {
         items.extend(Self::journal(self).into_iter().flat_map(|journal| journal.pending_items()));
-        for sector in &sealed.l1 {
+        for sector in sealed.l1.iter().chain(sealed.bitmap_sectors()) {
             items.extend(sector.items());
         }
         for page in &sealed.pages {
@@ -317,11 +329,12 @@ impl Map for Qcow2 {
         for SealedPage { page, .. } in &sealed.pages {
             page.written(failed, || self.mapping.list_dirty(page));
         }
-        let Sealed { freed, l1, mut refcounts, .. } = sealed;
+        let Sealed { freed, l1, mut refcounts, bitmaps, .. } = sealed;
         let old_tables = if failed { Vec::new() } else { std::mem::take(&mut refcounts.old_tables) };
         self.refcounts().written(refcounts, failed);
         if failed {
             self.mapping.put_back_l1(l1);
+            self.tracking.put_back(bitmaps);
             self.engine.commits.put_back_freed(freed);
             return;
         }
@@ -342,6 +355,7 @@ impl Map for Qcow2 {
 
     async fn come_to_rest(&self) -> Result<impl Sized> {
         let nothing_is_prepared = self.prepare.rest().await;
+        self.settle_bitmaps();
         loop {
             self.commit().await?;
             if !self.give_back_freed(Pace::Now).await? {

@@ -344,6 +344,13 @@ impl Compressing for Qcow2 {
                     BlockContent::Plain(data) => plain.push((at, data)),
                 }
             }
+            for (cluster, _) in &compressed {
+                let at = self.start(*cluster);
+                self.mark_changed(at.span(self.cluster.bytes().min(size - at.bytes()))).await?;
+            }
+            for (at, data) in &plain {
+                self.mark_changed(at.span(data.len() as u64)).await?;
+            }
             if !compressed.is_empty() {
                 self.begin_change().await?;
                 self.give_back_if_due().await?;

@@ -9,7 +9,8 @@ use vellum_core::{BlockSize, Context, Error, ImageOffset, LocalFuture, Result, S
 use vellum_luks::SectorCipher;
 
 use super::amend::amend;
-use super::bitmaps::{self, Bitmap};
+use super::bitmaps::track::Tracking;
+use super::bitmaps::{self, Bitmap, Bits};
 use super::check::{check, recover};
 use super::detach::detach;
 use super::header::{Compression, Encryption, Header, VERSIONS};
@@ -19,6 +20,7 @@ use super::journal_setting::{
 use super::layout::{JOURNAL_BYTES_DEFAULT, METADATA_PAGE, autoclear};
 use super::open::OpenOptions;
 use super::{Qcow2, encrypted, resize, snapshot, snapshots};
+use crate::closed_bitmaps::{BitmapChange, ClosedBitmaps, OpenBitmaps};
 use crate::handover::{Handover, may_change};
 use crate::image::{
     Amend, ClosedSnapshots, Compressing, Fact, Files, Format, Growth, Head, Machine, NewBacking,
@@ -130,6 +132,10 @@ impl Format for Qcow2Format {
     }
 
     fn closed_snapshots(&self) -> Option<&'static dyn ClosedSnapshots> {
+        Some(&Qcow2Format)
+    }
+
+    fn closed_bitmaps(&self) -> Option<&'static dyn ClosedBitmaps> {
         Some(&Qcow2Format)
     }
 
@@ -246,6 +252,28 @@ impl ClosedSnapshots for Qcow2Format {
     }
 }
 
+impl ClosedBitmaps for Qcow2Format {
+    fn list<'a>(&'a self, image: &'a dyn Storage) -> LocalFuture<'a, Result<Vec<Bitmap>>> {
+        Box::pin(async move { bitmaps::list(&Header::read(image).await?, image).await })
+    }
+
+    fn load<'a>(&'a self, image: &'a dyn Storage, name: &'a str) -> LocalFuture<'a, Result<Bits>> {
+        Box::pin(async move { bitmaps::load(&Header::read(image).await?, image, name).await })
+    }
+
+    fn change<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        name: &'a str,
+        changes: &'a [BitmapChange],
+    ) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move {
+            changeable(image).await?;
+            bitmaps::change(image, name, changes).await
+        })
+    }
+}
+
 /// Checks that neither a migration nor a flash cache keeps the image from being changed.
 async fn changeable(image: &SharedStorage) -> Result<()> {
     let header = Header::read(&**image).await?;
@@ -350,7 +378,8 @@ impl Head for Header {
             let disk = Qcow2::open(self.clone(), files, with_cipher(options, cipher)).await?;
             let sessions = disk.is_tied().then(|| disk.clone() as Arc<dyn Sessions>);
             let compressing = (!may_write_nothing).then(|| disk.clone() as Arc<dyn Compressing>);
-            Ok(Opened { disk, snapshots: None, compressing, detaching: None, sessions, tier: None })
+            let bitmaps = self.bitmaps().map(|_| disk.clone() as Arc<dyn OpenBitmaps>);
+            Ok(Opened { disk, snapshots: None, compressing, detaching: None, sessions, bitmaps, tier: None })
         })
     }
 
@@ -379,13 +408,22 @@ impl Head for Header {
     fn losses<'a>(&'a self, image: &'a dyn Storage, name: &'a str) -> LocalFuture<'a, Vec<String>> {
         Box::pin(async move {
             let mut lines = Vec::new();
-            if let Some(bitmaps) = self.bitmaps() {
+            let tracking = Tracking::load(self, image).await;
+            if let Some(why) = tracking.as_ref().ok().and_then(Tracking::unusable) {
                 lines.push(format!(
-                    "{name} has {} persistent bitmaps, which the first write makes invalid: a backup that relies on \
-                     them must start over, and `vellum check -r leaks` frees their space (serve it with \
-                     --read-only to keep them)",
-                    bitmaps.count
+                    "{name} has persistent bitmaps that cannot be kept up, and the first write makes all of them invalid \
+                     ({why}): a backup that relies on them must start over, and `vellum check -r leaks` frees their space \
+                     (serve it with --read-only to keep them)"
                 ));
+            }
+            for bitmap in bitmaps::list(self, image).await.unwrap_or_default() {
+                if bitmap.is_in_use {
+                    lines.push(format!(
+                        "bitmap {} of {name} is inconsistent, because a program that changed the disk has not saved it: a \
+                         backup that relies on it must start over",
+                        bitmap.name
+                    ));
+                }
             }
             if self.has_misplaced_journal() {
                 let is_back = Self::read(image).await.is_ok_and(|header| !header.has_misplaced_journal());

@@ -84,6 +84,8 @@ pub struct Header {
     pub(crate) backing_format: Option<String>,
     pub(crate) data_file: Option<String>,
     pub(crate) bitmaps: Option<BitmapDirectory>,
+    /// Where the body of the bitmaps' extension is in the first sector, if it is all there.
+    bitmaps_at: Option<usize>,
     /// Where the LUKS header and the key material are.
     key_area: Option<ImageSpan>,
     /// The journal's extension, and the offset of its body in the first sector.
@@ -144,6 +146,7 @@ impl Header {
             backing_format: extensions.backing_format,
             data_file: extensions.data_file,
             bitmaps: None,
+            bitmaps_at: extensions.bitmaps.as_ref().map(|(_, at)| *at).filter(|at| at + BITMAPS_LEN <= 512),
             key_area: None,
             journal: extensions.journal,
             misplaced_journal: extensions.misplaced_journal,
@@ -168,7 +171,7 @@ impl Header {
         )?;
         header.check_l1()?;
         header.check_snapshots()?;
-        header.bitmaps = header.check_bitmaps(extensions.bitmaps.as_deref())?;
+        header.bitmaps = header.check_bitmaps(extensions.bitmaps.as_ref().map(|(body, _)| &body[..]))?;
         Ok(header)
     }
 
@@ -279,14 +282,14 @@ impl Header {
 
     fn check_bitmaps(&self, extension: Option<&[u8]>) -> Result<Option<BitmapDirectory>> {
         let Some(bytes) = extension else { return Ok(None) };
-        if bytes.len() < 24 {
+        if bytes.len() < BITMAPS_LEN {
             return Err(Error::corrupt("the bitmaps extension is too short"));
         }
         if self.autoclear & autoclear::BITMAPS == 0 {
             return Ok(None); // left by a program that did not update them: they count for nothing
         }
         let (count, len, offset) = (be32(bytes, 0), be64(bytes, 8), be64(bytes, 16));
-        if count == 0 || count > 65535 || len > u64::from(count) * 2048 {
+        if count == 0 || count > 65535 || len > u64::from(count) * BITMAP_ENTRY_BYTES_MAX {
             return Err(Error::corrupt("the bitmaps extension has impossible sizes"));
         }
         Ok(Some(BitmapDirectory { count, span: self.table(offset, len, "bitmap directory")? }))
@@ -491,10 +494,13 @@ impl Header {
         self.session
     }
 
-    /// The autoclear bits whose meaning still holds after a change in an opening with this flash cache, or with none.
-    pub(crate) fn kept_autoclear(&self, flash: Option<CacheId>) -> u64 {
+    /// The autoclear bits whose meaning still holds after a change in an opening with this flash cache, or with none, in which
+    /// bitmaps are kept up or not.
+    pub(crate) fn kept_autoclear(&self, flash: Option<CacheId>, keeps_bitmaps: bool) -> u64 {
         let outlives = self.session.is_some_and(|session| session.survives_changes_of(flash));
-        self.autoclear & (autoclear::KEPT | if outlives { autoclear::SESSION } else { 0 })
+        let session = if outlives { autoclear::SESSION } else { 0 };
+        let bitmaps = if keeps_bitmaps && self.bitmaps.is_some() { autoclear::BITMAPS } else { 0 };
+        self.autoclear & (autoclear::KEPT | session | bitmaps)
     }
 
     /// Changes the feature bits in memory.
@@ -518,8 +524,7 @@ impl Header {
     /// disk: tables move.
     pub(crate) fn void_session(&mut self) {
         if self.version >= 3 {
-            let bitmaps = self.autoclear & autoclear::BITMAPS;
-            self.set_features(self.incompatible, self.kept_autoclear(None) | bitmaps);
+            self.set_features(self.incompatible, self.kept_autoclear(None, true));
         }
     }
 
@@ -581,6 +586,25 @@ impl Header {
             field::REFCOUNT_TABLE_CLUSTERS,
             u32::try_from(clusters).expect("a refcount table is at most 8 MiB"),
         );
+    }
+
+    /// Where the body of the extension that names the bitmaps is in the first sector, if it is all there.
+    pub(crate) fn bitmaps_at(&self) -> Option<usize> {
+        self.bitmaps_at
+    }
+
+    /// Changes the place of the bitmaps, in memory, and whether they are valid. Their extension is in the first sector.
+    pub(crate) fn set_bitmaps(&mut self, directory: Option<BitmapDirectory>) {
+        let at = self.bitmaps_at.expect("the caller has seen to it");
+        let (count, span) =
+            directory.map_or((0, ImageOffset::ZERO.span(0)), |directory| (directory.count, directory.span));
+        put32(&mut self.sector, at, count);
+        put32(&mut self.sector, at + 4, 0);
+        put64(&mut self.sector, at + 8, span.len());
+        put64(&mut self.sector, at + 16, span.start().bytes());
+        self.bitmaps = directory;
+        let bit = if directory.is_some() { autoclear::BITMAPS } else { 0 };
+        self.set_features(self.incompatible, self.autoclear & !autoclear::BITMAPS | bit);
     }
 
     /// Whether an autoclear bit is set that this program does not know.

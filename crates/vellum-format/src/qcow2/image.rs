@@ -30,6 +30,7 @@ use vellum_core::{
     ImageOffset, ImageSpan, Result, SharedDisk, SharedStorage,
 };
 
+use super::bitmaps::track::Tracking;
 use super::compressed::Decompressor;
 use super::contradiction::Contradiction;
 use super::encrypted::Encrypted;
@@ -96,6 +97,8 @@ pub struct Qcow2 {
     pub(crate) decompressor: Decompressor,
     pub(crate) growing: async_lock::Mutex<()>,
     pub(crate) contradiction: Contradiction,
+    /// Bitmaps that are kept up.
+    pub(crate) tracking: Tracking,
     /// The flash cache that it is open with.
     pub(crate) flash: Option<CacheId>,
 }

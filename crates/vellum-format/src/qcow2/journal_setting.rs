@@ -295,6 +295,41 @@ pub(super) async fn make_version_3(header: &Header, image: &dyn Storage) -> Resu
     relay(header, image, &parts).await
 }
 
+/// Puts the extension that names the bitmaps into the first sector, where it changes together with the bit that says whether
+/// they are valid; one that names none, where there is none that counts. Returns the header as it is then.
+///
+/// # Errors
+/// `NoSpace` when the header has no room, and those of the storage.
+pub(super) async fn make_room_for_bitmaps(header: &Header, image: &dyn Storage) -> Result<Header> {
+    if header.bitmaps_at().is_some() {
+        return Ok(header.clone());
+    }
+    let old = Layout::read(header, image).await?;
+    let found = old.parts.extensions.iter().find(|(kind, _)| *kind == extension::BITMAPS);
+    let body = match found.filter(|_| header.bitmaps().is_some()) {
+        Some((_, body)) => body.clone(),
+        None => vec![0; BITMAPS_LEN],
+    };
+    for names in [Names::All, Names::InUse] {
+        if relay(header, image, &old.parts.with_bitmaps(Some(&body), names, header)).await? {
+            let header = Header::read(image).await?;
+            if header.bitmaps_at().is_some() {
+                return Ok(header);
+            }
+        }
+    }
+    Err(no_room())
+}
+
+/// Takes the extension that names the bitmaps out.
+///
+/// # Errors
+/// Those of the storage.
+pub(super) async fn remove_bitmaps_entry(header: &Header, image: &dyn Storage) -> Result<()> {
+    let old = Layout::read(header, image).await?;
+    relay(header, image, &old.parts.with_bitmaps(None, Names::All, header)).await.map(drop)
+}
+
 /// Why the header stays as it is, where it has no room.
 pub(super) fn no_room() -> Error {
     Error::new(
@@ -506,6 +541,26 @@ impl Parts {
         let autoclear = header.autoclear & autoclear::KNOWN & !autoclear::SESSION;
         let counts = session.is_some_and(|session| session.counts());
         put64(&mut parts.fields, field::AUTOCLEAR, autoclear | if counts { autoclear::SESSION } else { 0 });
+        parts
+    }
+
+    /// What lies before it in the first sector are extensions of fixed lengths.
+    fn with_bitmaps(&self, body: Option<&[u8]>, names: Names, header: &Header) -> Self {
+        let mut parts = self.clone();
+        parts.extensions.retain(|(kind, _)| *kind != extension::BITMAPS);
+        if names == Names::InUse {
+            for (_, rows) in parts.extensions.iter_mut().filter(|(kind, _)| *kind == extension::FEATURE_NAMES)
+            {
+                let keeps = |row: &&[u8]| row.len() < FEATURE_NAME_LEN || is_in_use(header, row);
+                *rows = rows.chunks(FEATURE_NAME_LEN).filter(keeps).flatten().copied().collect();
+            }
+        }
+        if let Some(body) = body {
+            let is_before = |kind: u32| [extension::JOURNAL, extension::SESSION].contains(&kind);
+            let first = parts.extensions.iter().take_while(|(kind, _)| is_before(*kind)).count();
+            parts.extensions.insert(first, (extension::BITMAPS, body.to_vec()));
+        }
+        parts.forget_unknown(header);
         parts
     }
 

@@ -98,7 +98,8 @@ pub(crate) mod autoclear {
     pub(crate) const SESSION: u64 = 1 << 47;
     /// The bits that this program knows.
     pub(crate) const KNOWN: u64 = BITMAPS | RAW_EXTERNAL | SESSION;
-    /// The bits whose meaning still holds after this program writes, but for the session of its own cache.
+    /// The bits whose meaning still holds after this program writes, but for the session of its own cache, and for bitmaps
+    /// that it keeps up.
     pub(crate) const KEPT: u64 = RAW_EXTERNAL;
 }
 
@@ -128,6 +129,11 @@ pub(crate) const JOURNAL_BIT: u8 = 47;
 pub(crate) const HANDOVER_BIT: u8 = 48;
 /// The number of the incompatible feature bit of an image of which a flash cache holds writes.
 pub(crate) const HOLDS_WRITES_BIT: u8 = 49;
+
+/// What an entry of the directory of bitmaps takes at most on average, in bytes.
+pub(crate) const BITMAP_ENTRY_BYTES_MAX: u64 = 2048;
+/// Bytes of the extension that names the bitmaps.
+pub(crate) const BITMAPS_LEN: usize = 24;
 
 /// Bytes of one row of the feature name table: kind, bit, name padded with zeros.
 pub(crate) const FEATURE_NAME_LEN: usize = 48;

@@ -39,7 +39,7 @@ pub(crate) struct L1 {
     pub(crate) misnamed: HashSet<usize>,
 }
 
-/// A sector of the L1 table, copied at one moment.
+/// A sector of the L1 table, or of bitmaps, copied at one moment.
 pub(crate) struct L1Sector {
     pub(crate) at: ImageOffset,
     pub(crate) bytes: Vec<u8>,
@@ -48,6 +48,11 @@ pub(crate) struct L1Sector {
 }
 
 impl L1Sector {
+    /// A sector of another table at this place, of which these words have changed.
+    pub(crate) fn new(at: ImageOffset, bytes: Vec<u8>, changed: Vec<usize>) -> Self {
+        Self { at, bytes, changed }
+    }
+
     /// What a record says of it.
     pub(crate) fn items(&self) -> Vec<Item> {
         let words = self.changed.iter().map(|index| index % L1_SECTOR_ENTRIES);

@@ -10,7 +10,7 @@
 //! | [`pages`] | the mapping in memory, read without a lock |
 //! | [`refcount`] | which clusters are in use, the allocator, and its search for free clusters |
 //! | [`snapshot`] | internal snapshots |
-//! | [`bitmaps`] | persistent bitmaps, by name |
+//! | [`bitmaps`] | persistent bitmaps: listed, kept up while the disk is written, changed in a closed image |
 //! | [`compressed`], `compress` | compressed clusters: read; and made |
 //!
 //! | action | |
@@ -39,8 +39,7 @@
 //! an old mapping, which one loads a page), and most of the journal (the writes around a record are in
 //! `journal/commit.rs`).
 //!
-//! Source: QEMU's `docs/interop/qcow2.rst`. Left out for now: the old AES-CBC encryption, updating bitmaps (the autoclear bit
-//! is cleared before the first change, as the specification requires).
+//! Source: QEMU's `docs/interop/qcow2.rst`. Left out for now: the old AES-CBC encryption.
 
 mod ahead;
 mod amend;

@@ -9,11 +9,12 @@ use std::sync::{Arc, Mutex, RwLock};
 
 use vellum_core::{
     BlockSize, Buffer, Clock, Context, Error, ErrorKind, Geometry, HostTally, ImageOffset, ImageSpan, Inline,
-    Offload, Result, SharedDisk, SharedStorage, Tallied,
+    Offload, Result, SharedDisk, SharedStorage, Storage, Tallied,
 };
 
 use vellum_luks::SectorCipher;
 
+use super::bitmaps::track::Tracking;
 use super::check;
 use super::compressed::Decompressor;
 use super::encrypted::{self, Encrypted};
@@ -36,6 +37,7 @@ use crate::hash::HashSet;
 use crate::image::{CachedTables, Files, MAPPING_BYTES_DEFAULT};
 use crate::journal::record::{BYTES_MAX, BYTES_MIN};
 use crate::session::{CacheId, may_use};
+use crate::state::lock;
 use crate::truth::settle;
 
 /// What a page in memory takes beside its bytes, which counts where pages are sectors.
@@ -126,6 +128,10 @@ impl Qcow2 {
         let Tables { l1, size, refcounts } =
             Tables::read(&header, &tables, options.snapshot.as_deref(), read_only).await?;
         encrypted::check(&header, size, options.cipher.is_some())?;
+        let tracking = match &refcounts {
+            Some(refcounts) => tracking(&header, &*image, refcounts).await?,
+            None => Tracking::default(),
+        };
         let cipher = options.cipher.filter(|_| header.encryption().is_some());
         let encrypted = cipher.map(|cipher| Encrypted::new(cipher, options.offload.clone()));
         let (cluster, entries) = (header.cluster_size(), Entries::of(&header));
@@ -170,6 +176,7 @@ impl Qcow2 {
             decompressor,
             growing: Default::default(),
             contradiction: Default::default(),
+            tracking,
             flash: options.flash,
         }))
     }
@@ -215,6 +222,22 @@ pub(super) async fn recover_or_repair(
         }
     }
     Ok(header)
+}
+
+/// The bitmaps that must be kept up. None is, if one of them claims a place that other metadata has: what is marked would
+/// destroy it.
+async fn tracking(header: &Header, image: &dyn Storage, refcounts: &Mutex<Refcounts>) -> Result<Tracking> {
+    let tracking = Tracking::load(header, image).await?;
+    let mut refcounts = lock(refcounts);
+    for span in tracking.metadata() {
+        let mut clusters = header.cluster_size().clusters_in(span);
+        if clusters.any(|cluster| refcounts.is_metadata(header.cluster_size().start_of(cluster))) {
+            let at = span.start();
+            return Ok(Tracking::unusable_because(format!("a bitmap lies at {at}, where other metadata is")));
+        }
+        refcounts.note_metadata(span);
+    }
+    Ok(tracking)
 }
 
 /// Whether space is prepared ahead of need, if the caller asks for `asked`.

@@ -16,12 +16,16 @@
 //! 5. Space that is reserved is there before the switch. Its clusters are zeros with a place.
 //! 6. A smaller disk keeps the entries of its L1 table as room, so that it grows again in the first way.
 //!
-//! Left out: bitmaps, which would have to change with the disk, and data in another file.
+//! Bitmaps get the new size in the same step: what is added is not marked in them.
+//!
+//! Left out: data in another file.
 
 use vellum_core::{Buffer, Context, Disk, Error, GuestOffset, Place, Result, SharedStorage, Storage, Zeroes};
 
 use super::Qcow2;
+use super::bitmaps;
 use super::header::Header;
+use super::journal_setting::make_room_for_bitmaps;
 use super::layout::*;
 use super::open::OpenOptions;
 use super::shadow::{Edit, Flags, Shadow};
@@ -67,7 +71,6 @@ fn refuse(header: &Header, name: &str) -> Result<()> {
             header.snapshot_count > 0 && header.version() < 3,
             "its snapshots (version 2) have no size of their own: `vellum amend -o compat=1.1` makes it version 3",
         ),
-        (header.bitmaps().is_some(), "it has persistent bitmaps, which would have to change as well"),
     ];
     match refusals.iter().find(|(is_so, _)| *is_so) {
         Some((_, why)) => Err(Error::unsupported(*why)),
@@ -110,7 +113,8 @@ async fn grow_inner(shared: &SharedStorage, size: u64, growth: &Growth) -> Resul
     let room = header.cluster_size().round_up(span.len()).min(L1_BYTES_MAX) / 8;
     let shows_more = growth.below > before && size > before;
     let reserves = growth.reserve != Reserve::Nothing && size > before;
-    if needed > room || shows_more || reserves || names_behind(image, &header).await? {
+    let has_bitmaps = header.bitmaps().is_some() && size > before;
+    if needed > room || shows_more || reserves || has_bitmaps || names_behind(image, &header).await? {
         return beside(shared, size, growth).await;
     }
     if needed > u64::from(header.l1_entries) {
@@ -159,7 +163,10 @@ async fn shrink_inner(image: &SharedStorage, size: u64) -> Result<u64> {
 
 /// The disk gets another size with tables beside the old ones.
 async fn beside(image: &SharedStorage, size: u64, growth: &Growth) -> Result<u64> {
-    let header = checked(image).await?;
+    let mut header = checked(image).await?;
+    if header.bitmaps().is_some() {
+        header = make_room_for_bitmaps(&header, &**image).await?;
+    }
     let before = header.size();
     let Growth { below, reserve } = *growth;
     let zeros = before..below.min(size).max(before);
@@ -233,6 +240,7 @@ async fn beside(image: &SharedStorage, size: u64, growth: &Growth) -> Result<u64
     shadow.drop_table(old);
     put_l1(&mut shadow, &new).await?;
     shadow.header.set_size(size);
+    bitmaps::resize(&mut shadow, image, &header, size).await?;
     shadow.header.void_session();
     shadow.switch().await?;
     Ok(before)

@@ -14,11 +14,12 @@ use std::sync::Arc;
 use futures_lite::future::block_on;
 use vellum_core::{
     Buffer, Disk, GuestOffset, HostTally, LocalFuture, MemoryDisk, Random, Result, SharedDisk, SharedStorage,
+    WriteFlags,
 };
-use vellum_format::Prealloc;
-use vellum_format::image::CachedTables;
+use vellum_format::image::{BitmapChange, CachedTables};
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
 use vellum_format::raw::Raw;
+use vellum_format::{FormatKind, Prealloc};
 use vellum_sim::Content;
 use vellum_sim::explore::{Medium, Plan, Subject};
 
@@ -28,6 +29,8 @@ use crate::common::{QcowSetup, SECRET, base, cipher_of, encrypted, look};
 use device::Device;
 
 const SIZE: u64 = 4 << 20;
+const BITMAP: &str = "since";
+const BITMAP_GRANULARITY: u64 = 512;
 
 /// Programs in each of which one flush fails: any of those that there are, up to the one that closes.
 pub(crate) fn failing_flushes() -> Vec<Plan> {
@@ -68,6 +71,8 @@ pub(crate) struct QcowSubject {
     is_packed: bool,
     /// What another program has made: the image, and what the guest sees.
     made: Option<(Content, Content)>,
+    /// It has a bitmap since then.
+    has_bitmap: bool,
 }
 
 impl QcowSubject {
@@ -87,6 +92,7 @@ impl QcowSubject {
             is_tended: false,
             is_packed: false,
             made: None,
+            has_bitmap: false,
         }
     }
 
@@ -287,6 +293,78 @@ impl QcowSubject {
         Some(Self::journal_snapshots()?.packed("compressed qcow2 with a journal and snapshots"))
     }
 
+    /// All of the disk has data, and then a bitmap was added: what is overwritten in place must be marked before.
+    fn with_bitmap(self, name: &'static str) -> Self {
+        let setup = QcowSetup { name, ..self.setup };
+        let medium = Medium::new(setup.empty_image());
+        let mut bytes = vec![0; usize::try_from(setup.options.size).unwrap()];
+        Random::from_seed(11).fill(&mut bytes);
+        let below = self.below.clone();
+        block_on(async {
+            let image: SharedStorage = medium.clone();
+            let header = Header::read(&*image).await.unwrap();
+            let files = Files { image: image.clone(), data_file: None, below };
+            let options = OpenOptions { journal_key: Some(1), ..OpenOptions::default() };
+            let disk = Qcow2::open(header, files, options).await.unwrap();
+            disk.write(GuestOffset::ZERO, Buffer::copy_of(&bytes), WriteFlags::default()).await.unwrap();
+            disk.close().await.unwrap();
+            let add = BitmapChange::Add { granularity: Some(BITMAP_GRANULARITY) };
+            let bitmaps = FormatKind::Qcow2.format().closed_bitmaps().unwrap();
+            bitmaps.change(&image, BITMAP, &[add]).await.unwrap();
+        });
+        let made = Some((medium.content(), Content::of(&bytes)));
+        Self { setup, made, has_bitmap: true, ..self }
+    }
+
+    fn short(options: CreateOptions) -> CreateOptions {
+        CreateOptions { size: 320 << 10, ..options }
+    }
+
+    pub(crate) fn bitmap() -> Self {
+        let options = Self::short(Self::options(4096));
+        Self::new("", options, false, 160 << 10).with_bitmap("qcow2 with a bitmap")
+    }
+
+    pub(crate) fn bitmap_journal() -> Self {
+        let options = Self::short(CreateOptions { journal: Some(64 << 10), ..Self::options(4096) });
+        Self::new("", options, false, 160 << 10).with_bitmap("qcow2 with a journal and a bitmap")
+    }
+
+    pub(crate) fn bitmap_journal_over_a_base() -> Self {
+        let options = Self::short(CreateOptions { journal: Some(64 << 10), ..Self::options(512) });
+        Self::new("", options, true, 160 << 10)
+            .with_bitmap("qcow2 with a journal and a bitmap, 512 byte clusters")
+    }
+
+    pub(crate) fn bitmap_journal_packed() -> Self {
+        let options = Self::short(CreateOptions { journal: Some(64 << 10), ..Self::options(4096) });
+        let new = Self::new("", options, false, 160 << 10);
+        Self { is_packed: true, ..new.with_bitmap("compressed qcow2 with a journal and a bitmap") }
+    }
+
+    /// What differs from what was there when the bitmap was added is marked in it.
+    async fn verify_bitmap(&self, image: &SharedStorage) -> std::result::Result<(), String> {
+        let text = |error: vellum_core::Error| error.chain();
+        let bitmaps = FormatKind::Qcow2.format().closed_bitmaps().unwrap();
+        let bits = bitmaps.load(&**image, BITMAP).await.map_err(text)?;
+        let header = Header::read(&**image).await.map_err(text)?;
+        let files = Files { image: image.clone(), data_file: None, below: self.below.clone() };
+        let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+        let disk = Qcow2::open(header, files, options).await.map_err(text)?;
+        let len = usize::try_from(disk.geometry().size).unwrap();
+        let now = disk.read(GuestOffset::ZERO, Buffer::zeroed(len)).await.map_err(text)?.to_vec();
+        let (_, before) = self.made.as_ref().unwrap();
+        let before = before.to_vec();
+        let granule = usize::try_from(BITMAP_GRANULARITY).unwrap();
+        for at in (0..len).step_by(granule).filter(|at| now[*at..at + granule] != before[*at..at + granule]) {
+            let marked = bits.next_marked(GuestOffset::new(at as u64));
+            if marked.is_none_or(|run| run.start().bytes() > at as u64) {
+                return Err(format!("the disk has changed at {at}, and the bitmap does not say so"));
+            }
+        }
+        Ok(())
+    }
+
     pub(crate) fn large_clusters() -> Self {
         Self::new("qcow2, 64 KiB clusters", Self::options(65_536), false, 3 << 20)
     }
@@ -348,10 +426,11 @@ impl Subject for QcowSubject {
 
     fn verify(&self, image: SharedStorage) -> LocalFuture<'_, Result<(), String>> {
         Box::pin(async move {
-            let (report, lines) = look(&self.on_its_medium(image)).await.map_err(|error| error.chain())?;
+            let image = self.on_its_medium(image);
+            let (report, lines) = look(&image).await.map_err(|error| error.chain())?;
             let is_sound = report.check_errors == 0 && report.corruptions == 0;
             if is_sound && (report.leaks == 0 || self.may_leak) {
-                Ok(())
+                if self.has_bitmap { self.verify_bitmap(&image).await } else { Ok(()) }
             } else {
                 Err(format!("the check says: {}", lines.join("; ")))
             }

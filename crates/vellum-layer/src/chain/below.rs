@@ -145,6 +145,7 @@ impl Below {
                             compressing: None,
                             detaching: None,
                             sessions: None,
+                            bitmaps: None,
                             tier: None,
                         }
                     })

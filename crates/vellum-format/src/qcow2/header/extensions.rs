@@ -14,7 +14,8 @@ use crate::session::Session;
 pub(super) struct Extensions {
     pub(super) backing_format: Option<String>,
     pub(super) data_file: Option<String>,
-    pub(super) bitmaps: Option<Vec<u8>>,
+    /// The body, and its offset in the cluster.
+    pub(super) bitmaps: Option<(Vec<u8>, usize)>,
     pub(super) encryption: Option<Vec<u8>>,
     pub(super) feature_names: Vec<u8>,
     pub(super) journal: Option<(Extension, usize)>,
@@ -45,7 +46,7 @@ impl Extensions {
             match kind {
                 extension::BACKING_FORMAT => found.backing_format = Some(text(body, "backing format")?),
                 extension::DATA_FILE => found.data_file = Some(text(body, "data file name")?),
-                extension::BITMAPS => found.bitmaps = Some(body.to_vec()),
+                extension::BITMAPS => found.bitmaps = Some((body.to_vec(), at)),
                 extension::ENCRYPTION => found.encryption = Some(body.to_vec()),
                 extension::FEATURE_NAMES => found.feature_names = body.to_vec(),
                 extension::PIN => found.pin = Some(body.to_vec()),

@@ -86,7 +86,7 @@ impl Qcow2 {
         let extension = Extension { wanted_bytes: journal.wanted_bytes, run, generation, key, prealloc };
         self.change_header(|header| {
             header.set_journal(extension);
-            let autoclear = header.kept_autoclear(self.flash);
+            let autoclear = header.kept_autoclear(self.flash, self.tracking.unusable().is_none());
             header.set_features(header.incompatible | incompatible::JOURNAL, autoclear);
         })
         .await?;

@@ -7,7 +7,7 @@
 //!
 //! In reading order: [`host`] (files as the chain's opener), [`image`] (opening images), [`create`] (making
 //! them), [`mod@clone`] (making many over one template or snapshot), `clones_of` (finding those of a snapshot), [`inspect`] (reporting on them), [`mod@map`] (where their data is), [`closed`] (changing them while
-//! no server uses them), [`mod@copy`] (whole disks: copied, compared), [`mod@convert`] (into another image), [`mod@measure`] (how large one will be), `window` (a part of a disk), `salvage` (one that is damaged), [`mod@bench`] (how fast one is),
+//! no server uses them), [`bitmaps`] (of them), [`backup`] (of what changed), [`mod@copy`] (whole disks: copied, compared), [`mod@convert`] (into another image), [`mod@measure`] (how large one will be), `window` (a part of a disk), `salvage` (one that is damaged), [`mod@bench`] (how fast one is),
 //! [`keys`] (of encrypted images), [`signals`] (that end such work), [`spec`] (the description of a server), [`mod@serve`] and `server` (from
 //! its start to its end), `door` (accepting NBD clients), `tls`, `rights` (of sockets), `served` (its disks
 //! and their snapshots), `meter` (measuring their requests), `metrics` (the figures for Prometheus), `vhost`
@@ -18,7 +18,9 @@
 
 #![forbid(unsafe_code)]
 
+pub mod backup;
 pub mod bench;
+pub mod bitmaps;
 pub mod chunk_cache;
 pub mod clone;
 mod clones_of;
@@ -92,7 +94,9 @@ pub use window::Part;
 // The types of the crates below that callers give to these functions and get from them.
 pub use vellum_export::nbd::SessionLimits;
 pub use vellum_flash::{FlashPolicy, Look as FlashLook, RowFacts as FlashRow};
-pub use vellum_format::image::{Amend, Fact, Machine, Snapshot, Wanted};
+pub use vellum_format::image::{
+    Amend, Bitmap, BitmapChange, Bits, Fact, Machine, MergeSource, Snapshot, Wanted,
+};
 pub use vellum_format::luks::{Hash, Secret, Secrets};
 pub use vellum_format::native::{CreateOptions as NativeOptions, Layout};
 pub use vellum_format::qcow2::{

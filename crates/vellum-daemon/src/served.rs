@@ -15,6 +15,7 @@
 //! 5. Each disk ends independently: its sessions, then its background task, then the image. None waits for
 //!    another.
 
+mod backup;
 mod behind;
 mod clones;
 mod disks;
@@ -23,6 +24,7 @@ mod gone;
 mod hand_over;
 mod hydrating;
 mod life;
+mod marks;
 mod snapshots;
 mod steer;
 mod tending;
@@ -35,7 +37,7 @@ use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
 use async_lock::{RwLock, RwLockReadGuard};
@@ -44,7 +46,7 @@ use vellum_core::{
     CheckedDisk, Context, Disk as _, Error, ErrorKind, HostTally, Result, SharedDisk, join_all, lock,
 };
 use vellum_export::Shutdown;
-use vellum_export::nbd::{Export, Exports, OnDemand, Removed};
+use vellum_export::nbd::{Export, Exports, Removed};
 use vellum_export::vhost::Reconnects;
 use vellum_flash::FlashPolicy;
 use vellum_format::FormatKind;
@@ -69,6 +71,7 @@ use gone::Gone;
 pub use hydrating::prefetch_limits;
 use hydrating::{Hydrating, image_options};
 use life::{Life, Stage, Step};
+pub(crate) use snapshots::SnapshotExports;
 pub(crate) use steer::Wish;
 use tending::Tending;
 use tiered::Tiering;
@@ -111,8 +114,11 @@ pub(crate) struct How {
 
 /// A disk that is open.
 pub(crate) struct Served {
+    own: Weak<Self>,
     /// Its place among the disks of the server.
     number: usize,
+    /// The names of its bitmaps.
+    bitmaps: Vec<String>,
     path: PathBuf,
     canonical: PathBuf,
     life: Mutex<Life>,
@@ -247,8 +253,15 @@ impl Served {
             false => Reconnects::doubtful(chain.was_left_open()),
         };
         let (image, wish) = (image_options(export, &how), chain.top().head.wish());
-        let served = Arc::new(Self {
+        // They are of the disk, and of all of it.
+        let bitmaps = match export.image.snapshot.is_some() || how.part.is_some() {
+            true => Vec::new(),
+            false => marks::names_of(&chain).await,
+        };
+        let served = Arc::new_cyclic(|own| Self {
+            own: own.clone(),
             number,
+            bitmaps,
             path: export.path.clone(),
             canonical: group.canonical.clone(),
             life: Mutex::new(Life::new(group.exports.iter().map(|export| export.name.clone()))),
@@ -382,6 +395,7 @@ impl Served {
             description: export.description.clone(),
             disk: self.disk(),
             read_only: export.image.read_only,
+            bitmaps: marks::of(&self.bitmaps, &self.own),
         };
         exports.add_with_remark(export, remark)
     }
@@ -752,48 +766,4 @@ fn none_in(top: &Member) -> Error {
 
 fn facts(snapshots: Vec<Snapshot>) -> Vec<SnapshotFacts> {
     snapshots.into_iter().map(SnapshotFacts::from).collect()
-}
-
-/// Exports of the snapshots of all disks that are written.
-pub(crate) struct SnapshotExports(pub(crate) Arc<Disks>);
-
-impl OnDemand for SnapshotExports {
-    fn names(&self) -> Vec<String> {
-        let mut names = Vec::new();
-        for served in self.0.all() {
-            let Some(top) = served.written() else { continue };
-            let Some(snapshots) = &top.member().opened.snapshots else { continue };
-            // One of a layout without snapshots has none.
-            let Ok(snapshots) = snapshots.list() else { continue };
-            for name in &served.offered() {
-                names.extend(snapshots.iter().map(|snapshot| format!("{name}@{}", snapshot.name)));
-            }
-        }
-        names
-    }
-
-    fn find(&self, name: &str) -> Option<(Export, Shutdown)> {
-        for served in self.0.all() {
-            for its in &served.offered() {
-                let Some(wanted) = name.strip_prefix(its.as_str()).and_then(|rest| rest.strip_prefix('@'))
-                else {
-                    continue;
-                };
-                // Held until the snapshot is open: a task that exchanges the disk checks for open snapshots.
-                let Some(top) = served.written() else { continue };
-                let Some(snapshots) = &top.member().opened.snapshots else { continue };
-                // A disk without snapshots is not the one that is meant.
-                let Ok(Some(id)) = snapshots.named(wanted) else { continue };
-                let Ok(disk) = snapshots.clone().open(id) else { continue };
-                let export = Export {
-                    name: name.to_owned(),
-                    description: String::new(),
-                    disk: CheckedDisk::new(served.valve.beside(disk)),
-                    read_only: true,
-                };
-                return Some((export, served.readers.clone()));
-            }
-        }
-        None
-    }
 }

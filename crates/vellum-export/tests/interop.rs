@@ -44,7 +44,9 @@ fn fixture() -> Fixture {
         [("", "the default", false), ("ro", "nobody writes here", true), ("ä ö", "", false)]
     {
         let (name, description) = (name.to_owned(), description.to_owned());
-        exports.add(Export { name, description, disk: checked.clone(), read_only }).expect("a free name");
+        exports
+            .add(Export { name, description, disk: checked.clone(), read_only, bitmaps: Vec::new() })
+            .expect("a free name");
     }
     Fixture { server: Server::start(&exports), disk, checked }
 }
@@ -362,7 +364,7 @@ fn clients_keep_to_the_sizes_they_are_told() {
     for (name, disk) in [("coarse", &coarse), ("odd", &odd)] {
         let (name, disk) = (name.to_owned(), shared(disk));
         exports
-            .add(Export { name, description: String::new(), disk, read_only: false })
+            .add(Export { name, description: String::new(), disk, read_only: false, bitmaps: Vec::new() })
             .expect("a free name");
     }
     let server = Server::start(&exports);

@@ -54,6 +54,7 @@ impl Server {
                 description: String::new(),
                 disk: disk.clone(),
                 read_only: false,
+                bitmaps: Vec::new(),
             })
             .unwrap();
         *self.exports.borrow_mut() = exports;

@@ -243,8 +243,13 @@ mod tests {
                 disk.write(GuestOffset::ZERO, Buffer::copy_of(&bytes), WriteFlags::default()).await.unwrap();
                 let exports = Exports::new();
                 let disk: SharedDisk = disk;
-                let export =
-                    Export { name: String::new(), description: String::new(), disk, read_only: false };
+                let export = Export {
+                    name: String::new(),
+                    description: String::new(),
+                    disk,
+                    read_only: false,
+                    bitmaps: Vec::new(),
+                };
                 exports.add(export).unwrap();
                 let listener = Listener::bind(&Address::unix(&address)).await.unwrap();
                 ready.send(()).unwrap();

@@ -298,6 +298,23 @@ pub enum Request {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         disk: Option<String>,
     },
+    /// Make a backup. Answered when it is durable.
+    #[serde(rename_all = "kebab-case")]
+    Backup {
+        /// The export of the disk; the only disk when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        disk: Option<String>,
+        /// The bitmap that says what has changed.
+        bitmap: String,
+        /// The new image: an absolute path.
+        target: PathBuf,
+        /// The backup before, an absolute path, of which only what has changed since is copied.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        before: Option<PathBuf>,
+        /// Its format.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        before_format: Option<String>,
+    },
     /// Take a step of a migration. Answered when it is durable.
     MigrateStep {
         /// The export of the disk; the only disk when not given.
@@ -361,7 +378,7 @@ impl MigrateStep {
 pub const PROTOCOL_VERSION: u32 = 1;
 
 /// All commands, by their names.
-pub const COMMANDS: [&str; 32] = [
+pub const COMMANDS: [&str; 33] = [
     "hello",
     "stats",
     "pause",
@@ -373,6 +390,7 @@ pub const COMMANDS: [&str; 32] = [
     "prefetch-status",
     "trace",
     "flatten",
+    "backup",
     "flash-policy",
     "flash-drain",
     "tier-status",

@@ -11,13 +11,16 @@ use serde_json::{Value, json};
 use vellum_core::{Buffer, ByteStream, Disk as _, Error, ErrorKind, Result};
 use vellum_export::nbd::{Clients, Exports};
 use vellum_export::{ConnectionSlots, Shutdown};
+use vellum_format::FormatKind;
 use vellum_format::handover::Handover;
+use vellum_format::qcow2::CreateOptions;
 use vellum_io::{Listener, Stream, clock, spawn_local};
 use vellum_layer::valve::RateLimits;
 
 use super::lines::Lines;
 use super::places::Places;
 use super::{Answer, COMMANDS, ClientRow, MigrateStep, PROTOCOL_VERSION, REQUEST_BYTES_MAX, Request};
+use crate::backup::{BackedUp, Backup};
 use crate::closed::refuse_own_name;
 use crate::contained::{contained, in_rounds};
 use crate::door::{Accepting, Door};
@@ -149,6 +152,7 @@ impl Control {
             | Request::SnapshotRevert { disk, .. }
             | Request::Pause { disk }
             | Request::Flatten { disk }
+            | Request::Backup { disk, .. }
             | Request::FlashPolicy { disk, .. }
             | Request::FlashDrain { disk }
             | Request::TierStatus { disk }
@@ -287,6 +291,22 @@ impl Control {
                 let bytes = disk.flatten().await?;
                 json!({ "filename": disk.path(), "bytes-written": bytes })
             }
+            Request::Backup { disk, bitmap, target, before, before_format } => {
+                let format = before_format.as_ref().map(|name| name.parse::<FormatKind>()).transpose()?;
+                let wish = Backup {
+                    bitmap: bitmap.clone(),
+                    target: target.clone(),
+                    before: before.clone().zip(format),
+                    options: CreateOptions::default(),
+                    allow_dirs: Vec::new(),
+                };
+                if wish.before.is_some() != before.is_some() || !target.is_absolute() {
+                    return Err(Error::invalid("give absolute paths, and before-format with before"));
+                }
+                let BackedUp { bytes_marked, bytes_copied } =
+                    self.disks.find(disk.as_deref())?.backup(&wish).await?;
+                json!({ "bytes-marked": bytes_marked, "bytes-copied": bytes_copied })
+            }
             Request::FlashPolicy { disk, set } => {
                 let disk = self.disks.find(disk.as_deref())?;
                 if let Some(set) = set {
@@ -332,7 +352,7 @@ impl Control {
                 "program": "vellum",
                 "version": env!("CARGO_PKG_VERSION"),
                 "protocol": PROTOCOL_VERSION,
-                "commands": COMMANDS,
+                "commands": COMMANDS[..],
             }),
             Request::ExportList {} => self.export_list(),
             Request::ExportAdd { .. } => self.export_add(request).await?,

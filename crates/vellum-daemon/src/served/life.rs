@@ -32,6 +32,7 @@ pub(super) enum Step {
     Pin,
     HandOver,
     Flash,
+    Backup,
 }
 
 impl Step {
@@ -41,6 +42,7 @@ impl Step {
             Self::Resize => "it is being resized; try again when that is done",
             Self::Reopen => "it is being reopened; try again when that is done",
             Self::Pin => "what proves its backing image is being recorded; try again when that is done",
+            Self::Backup => "a backup of it is being made; try again when that is done",
             Self::Detach => "it is being detached from its backing image; try again when that is done",
             Self::Flash => "its use of the flash cache is being changed; try again when that is done",
             Self::HandOver => "a step of its migration is in progress; try again when that is done",

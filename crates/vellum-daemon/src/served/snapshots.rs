@@ -8,10 +8,14 @@
 //!   qcow2    drain ► requests wait ► close, which drains the rest ► change the closed image ► open ► requests continue
 //! ```
 
-use vellum_core::{Result, SharedStorage};
+use std::sync::Arc;
+
+use vellum_core::{CheckedDisk, Result, SharedStorage};
+use vellum_export::Shutdown;
+use vellum_export::nbd::{Export, OnDemand};
 use vellum_format::image::{ClosedSnapshots, SnapshotSupport, Wanted};
 
-use super::{IS_READ, Served, Step, Top, facts, kept, none_in, reads_a_snapshot};
+use super::{Disks, IS_READ, Served, Step, Top, facts, kept, none_in, reads_a_snapshot};
 use crate::clones_of::with_clones;
 use crate::closed::{not_renamed, since_1970};
 use crate::control::SnapshotFacts;
@@ -116,4 +120,49 @@ impl Served {
 fn must_be_closed(top: &Top<'_>) -> bool {
     let member = top.member();
     member.opened.snapshots.is_none() && member.head.kind().format().closed_snapshots().is_some()
+}
+
+/// Exports of the snapshots of all disks that are written.
+pub(crate) struct SnapshotExports(pub(crate) Arc<Disks>);
+
+impl OnDemand for SnapshotExports {
+    fn names(&self) -> Vec<String> {
+        let mut names = Vec::new();
+        for served in self.0.all() {
+            let Some(top) = served.written() else { continue };
+            let Some(snapshots) = &top.member().opened.snapshots else { continue };
+            // One of a layout without snapshots has none.
+            let Ok(snapshots) = snapshots.list() else { continue };
+            for name in &served.offered() {
+                names.extend(snapshots.iter().map(|snapshot| format!("{name}@{}", snapshot.name)));
+            }
+        }
+        names
+    }
+
+    fn find(&self, name: &str) -> Option<(Export, Shutdown)> {
+        for served in self.0.all() {
+            for its in &served.offered() {
+                let Some(wanted) = name.strip_prefix(its.as_str()).and_then(|rest| rest.strip_prefix('@'))
+                else {
+                    continue;
+                };
+                // Held until the snapshot is open: a task that exchanges the disk checks for open snapshots.
+                let Some(top) = served.written() else { continue };
+                let Some(snapshots) = &top.member().opened.snapshots else { continue };
+                // A disk without snapshots is not the one that is meant.
+                let Ok(Some(id)) = snapshots.named(wanted) else { continue };
+                let Ok(disk) = snapshots.clone().open(id) else { continue };
+                let export = Export {
+                    name: name.to_owned(),
+                    description: String::new(),
+                    disk: CheckedDisk::new(served.valve.beside(disk)),
+                    read_only: true,
+                    bitmaps: Vec::new(),
+                };
+                return Some((export, served.readers.clone()));
+            }
+        }
+        None
+    }
 }

@@ -23,6 +23,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use event_listener::Event;
 use vellum_core::{Error, ErrorKind, Result, SharedDisk, lock, witnessed_by_connection};
 
+use super::status::SharedMarks;
 use super::wire;
 use crate::shutdown::Shutdown;
 
@@ -37,6 +38,8 @@ pub struct Export {
     pub disk: SharedDisk,
     /// Writes are refused, also when the disk would take them.
     pub read_only: bool,
+    /// The bitmaps that clients may ask for, at most 65,535.
+    pub bitmaps: Vec<SharedMarks>,
 }
 
 /// Exports that exist without being added: created when a client asks for one.
@@ -273,6 +276,12 @@ impl Exports {
         self.shows(name) && is_there() || self.find_on_demand(name).is_some()
     }
 
+    /// The bitmaps of an export.
+    pub(super) fn bitmaps(&self, name: &str) -> Vec<SharedMarks> {
+        let entry = self.lock().get(name).filter(|_| self.shows(name)).cloned();
+        entry.map_or_else(Vec::new, |entry| entry.export.bitmaps.clone())
+    }
+
     pub(crate) fn attach(&self, name: &str) -> Option<Attached> {
         if let Some(entry) = self.lock().get(name).filter(|entry| self.shows(name) && entry.lets_in()) {
             // Counted under the lock, so that a later removal of the export sees it.
@@ -424,6 +433,7 @@ mod tests {
             description: String::new(),
             disk: MemoryDisk::new(4096),
             read_only: false,
+            bitmaps: Vec::new(),
         }
     }
 

@@ -373,10 +373,10 @@ impl<'a> Handshake<'a> {
     fn list_contexts(&self, data: &[u8], out: &mut Vec<u8>) {
         let option = option::LIST_META_CONTEXT;
         let Some(request) = self.context_request(option, data, out) else { return };
-        for context in MetaContext::ALL {
+        for (_, name) in MetaContext::all(&self.exports.bitmaps(request.name)) {
             let queries = &request.queries;
-            if queries.is_empty() || queries.iter().any(|query| context.is_matched_by(query)) {
-                put(out, option, reply::META_CONTEXT, &[&[0; 4], context.name().as_bytes()]);
+            if queries.is_empty() || queries.iter().any(|query| MetaContext::is_matched(&name, query)) {
+                put(out, option, reply::META_CONTEXT, &[&[0; 4], name.as_bytes()]);
             }
         }
         acknowledge(out, option);
@@ -389,11 +389,11 @@ impl<'a> Handshake<'a> {
         self.chosen = None;
         let Some(request) = self.context_request(option, data, out) else { return };
         let mut contexts = Contexts::default();
-        for context in MetaContext::ALL {
-            if request.queries.iter().any(|query| context.is_named_by(query)) {
+        for (context, name) in MetaContext::all(&self.exports.bitmaps(request.name)) {
+            if request.queries.iter().any(|query| *query == name) {
                 contexts.select(context);
                 let id = context.id().to_be_bytes();
-                put(out, option, reply::META_CONTEXT, &[&id, context.name().as_bytes()]);
+                put(out, option, reply::META_CONTEXT, &[&id, name.as_bytes()]);
             }
         }
         self.chosen = Some((request.name.to_owned(), contexts));

@@ -137,7 +137,8 @@ pub async fn serve_client(
             let stream = sealed.as_ref().map_or(stream, |sealed| sealed as &dyn ByteStream);
             let watches = [shutdown, attached.shutdown(), attached.told(), client.shutdown()].map(Watch::new);
             let disk = attached.disk();
-            let ground = Ground { client, clock, stream, disk, terms: &terms, limits };
+            let bitmaps = &export.bitmaps[..];
+            let ground = Ground { client, clock, stream, disk, terms: &terms, bitmaps, limits };
             let ending = transmit(ground, watches, &early).await;
             tracing::info!(peer, export = export.name, %ending, "a client has disconnected");
             ending

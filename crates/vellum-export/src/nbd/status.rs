@@ -16,14 +16,16 @@
 //!    is queried a slice at a time (`slices`), other tasks have their turn after each, and the answer ends
 //!    when the client has left.
 //!
-//! A new context is a new [`MetaContext`]. One that needs its own source, as a dirty bitmap does, gets its
-//! runs beside the map and is folded in the same way.
+//! A new context is a new [`MetaContext`]. A dirty bitmap has a source of its own ([`Marks`]): its runs are found beside the map
+//! and folded in the same way.
 //!
 //! Source: NBD protocol, "Metadata querying", `NBD_CMD_BLOCK_STATUS`; QEMU's `docs/interop/nbd.rst` for the
 //! `qemu:` namespace.
 
+use std::sync::Arc;
+
 use futures_lite::future::yield_now;
-use vellum_core::{Error, GuestSpan, MergedExtent, PlaceKind, Result, SharedDisk};
+use vellum_core::{Error, GuestSpan, LocalFuture, MergedExtent, PlaceKind, Result, SharedDisk};
 
 use super::sparse::{Outlook, stop_if_left};
 use super::wire::allocation;
@@ -53,32 +55,54 @@ pub(super) enum MetaContext {
     Allocation,
     /// `qemu:allocation-depth`: how many images up the chain the data is; 0 where no image has any.
     AllocationDepth,
+    /// `qemu:dirty-bitmap:NAME`: what is marked in a bitmap of the export, by its number there.
+    Bitmap(u16),
 }
 
-impl MetaContext {
-    pub(super) const ALL: [Self; 2] = [Self::Allocation, Self::AllocationDepth];
+/// What the name of a bitmap follows.
+const BITMAP_PREFIX: &str = "qemu:dirty-bitmap:";
 
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Allocation => "base:allocation",
-            Self::AllocationDepth => "qemu:allocation-depth",
-        }
+/// What is marked in a bitmap of a disk.
+pub trait Marks: Send + Sync {
+    /// Its name.
+    fn name(&self) -> &str;
+
+    /// Runs of the disk that are marked, in order and apart from each other, as far as they lie in `span`; no more than `most`.
+    fn marked(&self, span: GuestSpan, most: usize) -> LocalFuture<'_, Result<Vec<GuestSpan>>>;
+}
+
+/// The bitmaps of an export.
+pub type SharedMarks = Arc<dyn Marks>;
+
+impl MetaContext {
+    const FIXED: [Self; 2] = [Self::Allocation, Self::AllocationDepth];
+
+    /// All contexts of an export with these bitmaps, each with its name.
+    pub(super) fn all(bitmaps: &[SharedMarks]) -> Vec<(Self, String)> {
+        let fixed = Self::FIXED.into_iter().map(|context| match context {
+            Self::AllocationDepth => (context, "qemu:allocation-depth".to_owned()),
+            _ => (context, "base:allocation".to_owned()),
+        });
+        let named = (0..)
+            .zip(bitmaps)
+            .map(|(number, one)| (Self::Bitmap(number), format!("{BITMAP_PREFIX}{}", one.name())));
+        fixed.chain(named).collect()
     }
 
     /// The number it has on the wire.
     pub(super) fn id(self) -> u32 {
-        self as u32 + 1
+        match self {
+            Self::Allocation => 1,
+            Self::AllocationDepth => 2,
+            Self::Bitmap(number) => 3 + u32::from(number),
+        }
     }
 
-    /// Whether a query names this context.
-    pub(super) fn is_named_by(self, query: &str) -> bool {
-        query == self.name()
-    }
-
-    /// Whether a query names this context or its whole namespace: `base:`, `qemu:`.
-    pub(super) fn is_matched_by(self, query: &str) -> bool {
-        let namespace = self.name().split_inclusive(':').next();
-        self.is_named_by(query) || Some(query) == namespace
+    /// Whether a query for a list means the context of this name, or a whole namespace that it is in: `base:`, `qemu:`,
+    /// `qemu:dirty-bitmap:`.
+    pub(super) fn is_matched(name: &str, query: &str) -> bool {
+        let is_namespace = |prefix: &str| query == prefix && name.starts_with(prefix);
+        query == name || ["base:", "qemu:", BITMAP_PREFIX].into_iter().any(is_namespace)
     }
 
     fn status_of(self, extent: &MergedExtent<PlaceKind>) -> u32 {
@@ -92,6 +116,7 @@ impl MetaContext {
             (Self::Allocation, PlaceKind::Data | PlaceKind::Compressed) => 0,
             (Self::AllocationDepth, PlaceKind::Below) => 0,
             (Self::AllocationDepth, _) => u32::try_from(extent.depth + 1).unwrap_or(u32::MAX),
+            (Self::Bitmap(_), _) => 0,
         }
     }
 
@@ -103,6 +128,8 @@ impl MetaContext {
             // A block counts as belonging to the nearest image that has some of it.
             Self::AllocationDepth if one == 0 || other == 0 => one.max(other),
             Self::AllocationDepth => one.min(other),
+            // A block is dirty if some of it is.
+            Self::Bitmap(_) => one | other,
         }
     }
 }
@@ -138,7 +165,7 @@ pub(super) struct Run {
 pub(super) type Statuses = Vec<(MetaContext, Vec<Run>)>;
 
 /// The requested information.
-#[derive(Debug, Clone, Copy)]
+#[derive(Clone, Copy)]
 pub(super) struct Question<'a> {
     pub(super) span: GuestSpan,
     /// No more runs than this for each context.
@@ -146,6 +173,8 @@ pub(super) struct Question<'a> {
     /// Runs are multiples of this; the span is one.
     pub(super) block: u64,
     pub(super) contexts: &'a Contexts,
+    /// Those of the export.
+    pub(super) bitmaps: &'a [SharedMarks],
 }
 
 /// The runs of each context, from the start of the span. They may end early.
@@ -154,9 +183,19 @@ pub(super) async fn block_status(
     question: Question<'_>,
     outlook: &Outlook,
 ) -> Result<Statuses> {
-    let Question { span, runs_max, block, contexts } = question;
-    let mut folders: Vec<Folder> =
-        contexts.iter().map(|context| Folder::new(context, block, runs_max)).collect();
+    let Question { span, runs_max, block, contexts, bitmaps } = question;
+    let mut statuses = Statuses::new();
+    for context in contexts.iter() {
+        let MetaContext::Bitmap(number) = context else { continue };
+        let marks = bitmaps.get(usize::from(number));
+        let marks = marks.ok_or_else(|| Error::invalid("the export has other bitmaps now: connect again"))?;
+        statuses.push((context, dirty_runs(&**marks, context, question).await?));
+    }
+    let of_the_map = contexts.iter().filter(|context| !matches!(context, MetaContext::Bitmap(_)));
+    let mut folders: Vec<Folder> = of_the_map.map(|context| Folder::new(context, block, runs_max)).collect();
+    if folders.is_empty() {
+        return Ok(statuses);
+    }
     let mut at = span.start();
     let mut answered_in_part = 0;
     for round in 0..ROUNDS_MAX {
@@ -184,8 +223,32 @@ pub(super) async fn block_status(
         }
     }
     let to_the_end = at == span.end();
-    Ok(folders.into_iter().map(|folder| (folder.context, folder.finish(to_the_end))).collect())
+    statuses.extend(folders.into_iter().map(|folder| (folder.context, folder.finish(to_the_end))));
+    Ok(statuses)
 }
+
+/// The runs of a bitmap.
+async fn dirty_runs(marks: &dyn Marks, context: MetaContext, question: Question<'_>) -> Result<Vec<Run>> {
+    let Question { span, runs_max, block, .. } = question;
+    let most = runs_max.div_ceil(2) + 1;
+    let marked = marks.marked(span, most).await?;
+    let mut folder = Folder::new(context, block, runs_max);
+    let mut at = span.start();
+    for run in &marked {
+        let run = run.intersect(span);
+        folder.push(run.start().bytes().saturating_sub(at.bytes()), 0);
+        folder.push(run.len(), DIRTY);
+        at = run.end();
+    }
+    let is_whole = marked.len() < most;
+    if is_whole {
+        folder.push(span.end().bytes() - at.bytes(), 0);
+    }
+    Ok(folder.finish(is_whole))
+}
+
+/// The status of what is marked in a bitmap.
+const DIRTY: u32 = 1;
 
 /// Joins statuses into runs of whole blocks.
 struct Folder {
@@ -356,15 +419,32 @@ mod tests {
 
     #[test]
     fn queries_name_a_context_or_its_namespace() {
-        let matched = |query| MetaContext::ALL.map(|context| context.is_matched_by(query));
-        assert_eq!(matched("base:allocation"), [true, false]);
-        assert_eq!(matched("base:"), [true, false]);
-        assert_eq!(matched("qemu:"), [false, true]);
-        for query in
-            ["", ":", "base", "base:alloc", "base:allocation ", "BASE:", "x-other:", "qemu:dirty-bitmap:"]
-        {
-            assert_eq!(matched(query), [false, false], "{query}");
+        struct Daily;
+        impl Marks for Daily {
+            fn name(&self) -> &str {
+                "daily"
+            }
+
+            fn marked(&self, _span: GuestSpan, _most: usize) -> LocalFuture<'_, Result<Vec<GuestSpan>>> {
+                unreachable!("it is only named")
+            }
         }
-        assert!(!MetaContext::Allocation.is_named_by("base:"));
+        let all = MetaContext::all(&[Arc::new(Daily)]);
+        assert_eq!(all.iter().map(|(context, _)| context.id()).collect::<Vec<_>>(), [1, 2, 3]);
+        let matched = |query| {
+            let is_matched: Vec<bool> =
+                all.iter().map(|(_, name)| MetaContext::is_matched(name, query)).collect();
+            <[bool; 3]>::try_from(is_matched).expect("three")
+        };
+        assert_eq!(matched("base:allocation"), [true, false, false]);
+        assert_eq!(matched("base:"), [true, false, false]);
+        assert_eq!(matched("qemu:"), [false, true, true]);
+        assert_eq!(matched("qemu:dirty-bitmap:"), [false, false, true]);
+        assert_eq!(matched("qemu:dirty-bitmap:daily"), [false, false, true]);
+        for query in
+            ["", ":", "base", "base:alloc", "base:allocation ", "BASE:", "x-other:", "qemu:dirty-bitmap:d"]
+        {
+            assert_eq!(matched(query), [false, false, false], "{query}");
+        }
     }
 }

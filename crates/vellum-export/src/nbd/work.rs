@@ -20,7 +20,7 @@ use super::limits::memory_of;
 use super::reply::Label;
 use super::request::Request;
 use super::sparse::{self, Outlook, Parts, stop_if_left};
-use super::status::{self, Question, Statuses};
+use super::status::{self, Question, SharedMarks, Statuses};
 use super::terms::{Headers, Terms};
 use crate::slices::{SLICE, in_slices};
 
@@ -87,6 +87,7 @@ impl<'a> Running<'a> {
     pub(super) fn new(
         disk: &'a SharedDisk,
         terms: &'a Terms,
+        bitmaps: &'a [SharedMarks],
         outlook: &'a Outlook,
         ticket: Ticket,
         payload: Buffer,
@@ -123,7 +124,7 @@ impl<'a> Running<'a> {
                     Headers::Extended => status::RUNS_MAX_EXTENDED,
                     Headers::Simple | Headers::Structured => status::RUNS_MAX,
                 };
-                let question = Question { span, runs_max, block, contexts: &terms.contexts };
+                let question = Question { span, runs_max, block, contexts: &terms.contexts, bitmaps };
                 Work::Status(Box::pin(status::block_status(disk, question, outlook)))
             }
             Request::Disconnect => unreachable!("a goodbye is no work"),

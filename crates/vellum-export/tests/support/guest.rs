@@ -119,7 +119,13 @@ impl Served {
         let workers = Workers::start(WorkersConfig { threads: 2, mode, ..WorkersConfig::default() })
             .expect("workers can be started");
         let exports = Exports::new();
-        let export = Export { name: "disk".to_owned(), description: String::new(), disk, read_only };
+        let export = Export {
+            name: "disk".to_owned(),
+            description: String::new(),
+            disk,
+            read_only,
+            bitmaps: Vec::new(),
+        };
         exports.add(export).expect("the name is free");
         Self {
             workers,

@@ -6,6 +6,7 @@ use std::process::ExitCode;
 
 use serde_json::json;
 use vellum_core::{Error, ErrorKind, Result};
+use vellum_daemon::bitmaps::{add_copies, copies_of};
 use vellum_daemon::convert::{self, Conversion, ConvertCompression, Step, same_file};
 use vellum_daemon::signals::Stop;
 use vellum_daemon::{FormatKind, ImageOptions, IoMode, open_image, run as run_worker};
@@ -86,6 +87,12 @@ pub(crate) struct Args {
     /// With -n: skip writing zeros, because the target already reads as zero
     #[arg(long, requires = "no_create")]
     target_is_zero: bool,
+    /// Also copy the persistent bitmaps of the source (qcow2)
+    #[arg(long, conflicts_with = "snapshot")]
+    bitmaps: bool,
+    /// With --bitmaps: leave out those that are inconsistent
+    #[arg(long, requires = "bitmaps")]
+    skip_broken_bitmaps: bool,
     /// Bypass the page cache (O_DIRECT)
     #[arg(long)]
     direct: bool,
@@ -211,6 +218,13 @@ async fn convert(args: &Args) -> Result<u64, Failure> {
         ))
         .into());
     }
+    let bitmaps = match args.bitmaps {
+        true if args.target_format() != FormatKind::Qcow2 => {
+            return Err(Error::invalid("--bitmaps: only qcow2 images have bitmaps: use `-O qcow2`").into());
+        }
+        true => copies_of(&source, args.skip_broken_bitmaps).await?,
+        false => Vec::new(),
+    };
     let conversion = Conversion {
         target: args.target.clone(),
         format: args.target_format(),
@@ -255,6 +269,7 @@ async fn convert(args: &Args) -> Result<u64, Failure> {
         ErrorKind::Closed => interrupted(error),
         _ => error.into(),
     })?;
+    add_copies(&args.target, FormatKind::Qcow2, bitmaps).await?;
     if is_encrypted && is_plain.get() && !args.quiet {
         complain(&format!(
             "vellum convert: warning: {} is encrypted and {} is not: its data can be read there without a secret (`-O qcow2 \

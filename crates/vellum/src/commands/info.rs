@@ -263,10 +263,14 @@ fn fast_line(fast: &Value) -> String {
 }
 
 fn bitmap_text(bitmap: &Value) -> String {
-    let is_in_use = bitmap["flags"].as_array().is_some_and(|flags| flags.contains(&json!("in-use")));
-    let in_use = if is_in_use { ", was not closed" } else { "" };
+    let has = |flag: &str| bitmap["flags"].as_array().is_some_and(|flags| flags.contains(&json!(flag)));
+    let state = match () {
+        () if has("in-use") => ", inconsistent",
+        () if !has("auto") => ", disabled",
+        () => "",
+    };
     let name = printable(bitmap["name"].as_str().unwrap_or_default());
-    format!("{name} (granularity {}{in_use})", human_bytes(bitmap["granularity"].as_u64().unwrap_or(0)))
+    format!("{name} (granularity {}{state})", human_bytes(bitmap["granularity"].as_u64().unwrap_or(0)))
 }
 
 /// What stands behind a snapshot that cannot be deleted.

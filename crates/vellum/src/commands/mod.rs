@@ -1,7 +1,9 @@
 //! One file for each command; `control.rs` is what those share that ask a server.
 
 pub(crate) mod amend;
+pub(crate) mod backup;
 pub(crate) mod bench;
+pub(crate) mod bitmap;
 pub(crate) mod change;
 pub(crate) mod check;
 pub(crate) mod client;

@@ -64,6 +64,10 @@ fn command_lines_are_turned_into_ours() {
         ("snapshot -q -c s a", "snapshot --quiet --create=s -- a"),
         ("snapshot -a s a", "snapshot --apply=s -- a"),
         ("amend -q -p -o compat=v3 a", "amend --options=compat=v3 -- a"),
+        (
+            "bitmap --add -g 4k --merge s -b c -F qcow2 --disable -f qcow2 a b",
+            "bitmap --add --granularity=4k --merge=s --source-file=c --source-format=qcow2 --disable --format=qcow2 -- a b",
+        ),
         ("bench -w -c 10 -t none a", "bench --write --count=10 --direct -- a"),
         ("measure --size 1G -O qcow2", "measure --size=1G --target-format=qcow2 --"),
         ("compare -s -- -a b", "compare --strict -- -a b"),
@@ -79,10 +83,9 @@ fn command_lines_are_turned_into_ours() {
         ("info --output", "value"),
         ("info --quiet=1 a", "quiet"),
         ("convert -t fast a b", "cache mode"),
-        ("convert --bitmaps a b", "--bitmaps"),
         ("convert -O raw a b c", "several"),
         ("amend --force -o compat=v3 a", "--force"),
-        ("bitmap --add a b", "bitmap"),
+        ("bitmap --image-opts --add a b", "--image-opts"),
         ("commit -r 1M a", "-r"),
     ] {
         let error = line(theirs).expect_err(theirs);

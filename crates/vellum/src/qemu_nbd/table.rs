@@ -51,8 +51,8 @@ pub(crate) static GROUPS: &[(&str, &[OptionRow])] = &[
             with(
                 Some('B'),
                 "bitmap",
-                Refused,
-                "persistent bitmaps are listed (`vellum info`), and are not served",
+                Aside,
+                "the context qemu:dirty-bitmap:NAME is always offered, of each bitmap that is not inconsistent",
             ),
         ],
     ),

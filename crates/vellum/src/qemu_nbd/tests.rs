@@ -128,7 +128,6 @@ fn what_is_wrong_is_said_as_there() {
     }
     assert!(compared == 0 || compared == WRONG.len());
     for (theirs, word) in [
-        ("-B b -k /s a", "-B is not supported"),
         ("-c /dev/nbd0 a", "--ublk"),
         ("-d /dev/nbd0", "nbd-client -d"),
         ("-L", "nbdinfo"),

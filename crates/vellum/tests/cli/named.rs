@@ -161,8 +161,8 @@ fn what_cannot_be_done_says_so() {
     let dir = Dir::new("named");
     std::fs::write(dir.join("raw"), noise(MIB, 61)).expect("a disk");
     for (line, word) in [
-        ("bitmap --add raw one", "bitmap"),
-        ("convert --bitmaps -O qcow2 raw copy", "--bitmaps"),
+        ("bitmap --add --image-opts raw one", "--image-opts"),
+        ("convert -O raw raw copy more", "several"),
         ("commit -r 1M raw", "-r"),
     ] {
         let ran = under_the_name(&dir, &line.split(' ').collect::<Vec<_>>());

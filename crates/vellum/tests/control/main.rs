@@ -2,6 +2,7 @@
 //! watched by its clients.
 //!
 //! ```text
+//!   backups.rs  by a bitmap, of what has changed; beside guests, and killed
 //!   exports.rs  added, removed and opened again while others are served; images that cannot be opened
 //!   health.rs   full and failing: which reports there are; Prometheus
 //!   hung.rs     on storage that does not answer: what that keeps others from, and how it ends
@@ -19,6 +20,7 @@ mod guest;
 #[path = "../support/mod.rs"]
 mod support;
 
+mod backups;
 mod exports;
 mod health;
 mod hung;

@@ -19,6 +19,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod bitmaps;
 mod config;
 mod damaged;
 mod image;

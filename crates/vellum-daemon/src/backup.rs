@@ -1,0 +1,289 @@
+//! A backup of what a bitmap says has changed, in a new image over the backup before; or of all of the disk.
+//!
+//! ```text
+//!   monday.qcow2 (all) ◄── tuesday.qcow2 (what changed) ◄── wednesday.qcow2 (what changed)
+//!
+//!   the bitmap begins anew ► what was marked is read, and written into a draft ► the draft gets its name   commit point
+//!                          ► what was marked is given up                                                   commit point
+//! ```
+//!
+//! 1. What was marked stays marked in the image until the backup has its name, durably. A crash before that leaves the bitmap as if
+//!    there had been no backup; one between the two leaves a whole backup, and a bitmap that has it marked once more.
+//! 2. The image is open for writing, and so locked, from the first look at the bitmap until it is closed.
+//! 3. Runs that read as zero are zeros in the backup. So it reads as the disk did, also where the backup before has data.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use vellum_core::{
+    Buffer, Error, ErrorKind, GuestOffset, GuestSpan, PlaceKind, Result, SharedDisk, WriteFlags, ZeroFlags,
+};
+use vellum_format::FormatKind;
+use vellum_format::image::{Bits, OpenBitmaps};
+use vellum_format::qcow2::CreateOptions;
+use vellum_io::Draft;
+use vellum_layer::Chain;
+
+use crate::create::{CreateTarget, backing_name, create_qcow2};
+use crate::image::{ImageOptions, open_image};
+use crate::signals::Stop;
+
+/// Data is copied in pieces of this many bytes.
+const PIECE: u64 = 1 << 20;
+/// And zeros in pieces of this many; maps are asked for as much.
+const ZEROS: u64 = 64 << 20;
+
+/// Where a backup goes.
+#[derive(Debug, Clone)]
+pub struct Backup {
+    /// The bitmap that says what has changed. It begins anew.
+    pub bitmap: String,
+    /// The new image, of the format qcow2. An existing file is replaced.
+    pub target: PathBuf,
+    /// The backup before, and its format: only what has changed since is copied. Without it all of the disk is.
+    pub before: Option<(PathBuf, FormatKind)>,
+    /// The options of the new image.
+    pub options: CreateOptions,
+    /// Where references of the backup before may lead, besides its own directory.
+    pub allow_dirs: Vec<PathBuf>,
+}
+
+/// What was done.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct BackedUp {
+    /// Bytes of the disk that were marked.
+    pub bytes_marked: u64,
+    /// Bytes of data that were copied.
+    pub bytes_copied: u64,
+}
+
+/// Makes a backup of an image that no server uses. `progress` gets the bytes that are to be looked at, and those done.
+///
+/// # Errors
+/// `Unsupported` for a format without bitmaps, or a bitmap that is not kept up; the errors of the images; `Closed` when it was
+/// stopped. The bitmap is then as before, and there is no new image.
+pub async fn backup(
+    path: &Path,
+    options: &ImageOptions,
+    wish: &Backup,
+    stop: &mut Stop,
+    progress: &dyn Fn(u64, u64),
+) -> Result<BackedUp> {
+    let source = stop.or_stopped(open_image(path, options)).await?;
+    let done = with_source(&source, wish, stop, progress).await;
+    let closed = source.close().await;
+    done.and_then(|done| closed.map(|()| done))
+}
+
+async fn with_source(
+    source: &Chain,
+    wish: &Backup,
+    stop: &Stop,
+    progress: &dyn Fn(u64, u64),
+) -> Result<BackedUp> {
+    if source.top().head.is_encrypted() {
+        return Err(Error::unsupported(
+            "its disk is encrypted, and the backup would not be: copy the disk with `vellum convert`",
+        ));
+    }
+    let bitmaps = bitmaps_of(source)?;
+    let target = Target::make(wish, source.disk().geometry().size).await?;
+    let marked = match bitmaps.begin_anew(&wish.bitmap) {
+        Ok(marked) => marked,
+        Err(error) => return Err(target.give_up(error).await),
+    };
+    let mut done = BackedUp::default();
+    let copying = Copying { source: source.disk(), target: target.disk(), stop: &stop.flag, progress };
+    let copied = match wish.before {
+        Some(_) => copying.marked(&marked, &mut done).await,
+        None => copying.all(&mut done).await,
+    };
+    let ended = match copied {
+        Ok(()) => target.publish().await,
+        Err(error) => Err(target.give_up(error).await),
+    };
+    match ended {
+        Ok(()) => bitmaps.forget(&wish.bitmap).await.map(|()| done), // commit point
+        Err(error) => {
+            bitmaps.take_back(&wish.bitmap);
+            Err(error)
+        }
+    }
+}
+
+/// The bitmaps of the image on top.
+pub(crate) fn bitmaps_of(chain: &Chain) -> Result<Arc<dyn OpenBitmaps>> {
+    let top = chain.top();
+    top.opened.bitmaps.clone().ok_or_else(|| {
+        let how = "`vellum bitmap --add` adds one to a qcow2 image";
+        Error::new(ErrorKind::NotFound, format!("{} has no bitmaps: {how}", top.path.display()))
+    })
+}
+
+/// The new image, under a temporary name.
+pub(crate) struct Target {
+    draft: Draft,
+    chain: Chain,
+    name: PathBuf,
+}
+
+impl Target {
+    /// Makes it, for a disk of this many bytes.
+    pub(crate) async fn make(wish: &Backup, size: u64) -> Result<Self> {
+        let name = wish.target.clone();
+        let draft = Draft::begin(&name).await?.ok_or_else(|| {
+            Error::invalid(format!(
+                "{}: a backup has to be a new file, or replace a plain one",
+                name.display()
+            ))
+        })?;
+        match Self::make_in(&draft, wish, size).await {
+            Ok(chain) => Ok(Self { draft, chain, name }),
+            Err(error) => {
+                let _ = draft.discard();
+                Err(error.context(format!("{} was not created", name.display())))
+            }
+        }
+    }
+
+    async fn make_in(draft: &Draft, wish: &Backup, size: u64) -> Result<Chain> {
+        let backing = match &wish.before {
+            Some((path, format)) => Some((backing_name(path, &wish.target)?, *format)),
+            None => None,
+        };
+        let beside = wish.before.iter().filter_map(|(path, _)| path.parent().map(Path::to_owned));
+        let allow_dirs: Vec<PathBuf> = wish.allow_dirs.iter().cloned().chain(beside).collect();
+        let target = CreateTarget {
+            path: draft.path().to_owned(),
+            size: Some(size),
+            trust_backing: backing.is_none(),
+            backing,
+            allow_dirs: allow_dirs.clone(),
+            remote_timeout: None,
+            trust_base: false,
+            secrets: Arc::default(),
+            stands_on_encrypted: Arc::default(),
+        };
+        create_qcow2(&target, wish.options.clone()).await?;
+        let options = ImageOptions { format: Some(FormatKind::Qcow2), allow_dirs, ..ImageOptions::default() };
+        open_image(draft.path(), &options).await
+    }
+
+    pub(crate) fn disk(&self) -> &SharedDisk {
+        self.chain.disk()
+    }
+
+    /// Closes it, and gives it its name.
+    pub(crate) async fn publish(self) -> Result<()> {
+        let Self { draft, chain, name } = self;
+        let closed = chain.close().await;
+        drop(chain);
+        match closed {
+            Ok(()) => draft.publish().await, // commit point
+            Err(error) => {
+                let _ = draft.discard();
+                Err(error.context(format!("{} was not created", name.display())))
+            }
+        }
+    }
+
+    /// Removes it, because of this error.
+    pub(crate) async fn give_up(self, error: Error) -> Error {
+        let Self { draft, chain, name } = self;
+        let _ = chain.close().await;
+        drop(chain);
+        let _ = draft.discard();
+        error.context(format!("{} was not created, and the bitmap is as before", name.display()))
+    }
+}
+
+/// From one disk to the other.
+pub(crate) struct Copying<'a> {
+    pub(crate) source: &'a SharedDisk,
+    pub(crate) target: &'a SharedDisk,
+    pub(crate) stop: &'a AtomicBool,
+    pub(crate) progress: &'a dyn Fn(u64, u64),
+}
+
+impl Copying<'_> {
+    /// Copies what is marked.
+    pub(crate) async fn marked(&self, bits: &Bits, done: &mut BackedUp) -> Result<()> {
+        let all = bits.marked_bytes();
+        done.bytes_marked += all;
+        let (mut at, mut before) = (GuestOffset::ZERO, 0);
+        while let Some(run) = bits.next_marked(at) {
+            at = run.end();
+            self.run(run, true, done, &|bytes| (self.progress)(all, before + bytes)).await?;
+            before += run.len();
+        }
+        Ok(())
+    }
+
+    /// Copies all of the disk, into a new image.
+    pub(crate) async fn all(&self, done: &mut BackedUp) -> Result<()> {
+        let size = self.source.geometry().size;
+        done.bytes_marked += size;
+        self.run(GuestOffset::ZERO.span(size), false, done, &|bytes| (self.progress)(size, bytes)).await
+    }
+
+    /// Copies a run. Zeros are written only over data.
+    async fn run(
+        &self,
+        run: GuestSpan,
+        over_data: bool,
+        done: &mut BackedUp,
+        progress: &dyn Fn(u64),
+    ) -> Result<()> {
+        let mut rest = run;
+        while !rest.is_empty() {
+            if self.stop.load(Ordering::Relaxed) {
+                return Err(Error::new(ErrorKind::Closed, "stopped before the end"));
+            }
+            let (asked, _) = rest.split_at(ZEROS);
+            let extents = self.source.map_whole(asked).await?;
+            let Some(first) = extents.first() else {
+                return Err(Error::corrupt("the map of a run is empty"));
+            };
+            let (part, _) = asked.split_at(first.span.end().bytes().saturating_sub(rest.start().bytes()));
+            match first.place {
+                PlaceKind::Zero { .. } | PlaceKind::Below => {
+                    if over_data {
+                        self.zeros(part).await?;
+                    }
+                }
+                PlaceKind::Data | PlaceKind::Compressed => {
+                    let mut data = part;
+                    while !data.is_empty() {
+                        let (piece, later) = data.split_at(PIECE);
+                        self.piece(piece, over_data, done).await?;
+                        data = later;
+                        if self.stop.load(Ordering::Relaxed) {
+                            break;
+                        }
+                    }
+                }
+            }
+            rest = GuestSpan::between(part.end(), rest.end());
+            progress(part.end().bytes() - run.start().bytes());
+        }
+        Ok(())
+    }
+
+    async fn piece(&self, piece: GuestSpan, over_data: bool, done: &mut BackedUp) -> Result<()> {
+        let len = usize::try_from(piece.len()).expect("a piece is short");
+        let bytes = self.source.read(piece.start(), Buffer::for_overwrite(len)).await?;
+        match bytes.is_zero() {
+            true if over_data => self.zeros(piece).await,
+            true => Ok(()),
+            false => {
+                done.bytes_copied += piece.len();
+                self.target.write(piece.start(), bytes, WriteFlags::default()).await
+            }
+        }
+    }
+
+    async fn zeros(&self, span: GuestSpan) -> Result<()> {
+        self.target.write_zeroes(span, ZeroFlags { may_unmap: true, ..ZeroFlags::default() }).await
+    }
+}

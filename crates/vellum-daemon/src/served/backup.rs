@@ -1,0 +1,119 @@
+//! A backup of a disk while it is served.
+//!
+//! ```text
+//!   requests wait: the bitmap begins anew ► requests continue, and what was marked is copied
+//!        ▲                                     │ much was written meanwhile: again
+//!        └─────────────────────────────────────┤
+//!                                              ▼ little was written
+//!   requests wait: the bitmap begins anew ► what was marked is copied ► requests continue         the backup is of this moment
+//! ```
+//!
+//! 1. The backup is what the disk was at one moment, between two requests: all that changed after it was copied is copied again, the last
+//!    of it while no request runs.
+//! 2. What is written from that moment on is marked for the next backup.
+//! 3. Requests wait as long as it takes to copy what was written during the round before: at most [`LAST_BYTES`], or after [`ROUNDS`]
+//!    rounds whatever it is.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use vellum_core::{Error, Result, SharedDisk};
+use vellum_format::image::OpenBitmaps;
+
+use super::{Served, Stage, Step};
+use crate::backup::{BackedUp, Backup, Copying, Target, bitmaps_of};
+
+/// This much may be copied while requests wait, in bytes.
+const LAST_BYTES: u64 = 16 << 20;
+/// After this many rounds all that is left is copied while requests wait.
+const ROUNDS: usize = 6;
+
+/// Marks again what was marked, unless the backup is made.
+struct TakeBack<'a> {
+    bitmaps: &'a dyn OpenBitmaps,
+    name: &'a str,
+    is_made: bool,
+}
+
+impl Drop for TakeBack<'_> {
+    fn drop(&mut self) {
+        if !self.is_made {
+            self.bitmaps.take_back(self.name);
+        }
+    }
+}
+
+impl Served {
+    /// Makes a backup of the disk.
+    pub(crate) async fn backup(&self, wish: &Backup) -> Result<BackedUp> {
+        let _step = self.begin(Step::Backup)?;
+        let held = self.top().await?;
+        let chain = held.0.as_ref().expect("it was looked at");
+        if chain.flash().is_some() {
+            return Err(Error::unsupported(format!(
+                "{}: its flash cache may hold writes that are not marked yet: serve the disk without one for a backup",
+                self.path.display()
+            )));
+        }
+        if chain.top().head.is_encrypted() {
+            return Err(Error::unsupported(format!(
+                "{}: its disk is encrypted, and the backup would not be",
+                self.path.display()
+            )));
+        }
+        let bitmaps = bitmaps_of(chain)?;
+        let source = chain.disk();
+        let target = Target::make(wish, source.geometry().size).await?;
+        let mut taken = TakeBack { bitmaps: &*bitmaps, name: &wish.bitmap, is_made: false };
+        let mut done = BackedUp::default();
+        let copied = self.copy_in_rounds(source, target.disk(), &*bitmaps, wish, &mut done).await;
+        match copied {
+            Ok(()) => target.publish().await?,
+            Err(error) => return Err(target.give_up(error).await),
+        }
+        taken.is_made = true;
+        bitmaps.forget(&wish.bitmap).await.map(|()| done) // commit point
+    }
+
+    async fn copy_in_rounds(
+        &self,
+        source: &SharedDisk,
+        target: &SharedDisk,
+        bitmaps: &dyn OpenBitmaps,
+        wish: &Backup,
+        done: &mut BackedUp,
+    ) -> Result<()> {
+        let stop = AtomicBool::new(false);
+        let progress = |_, _| {
+            if self.life().stage() != Stage::Serving {
+                stop.store(true, Ordering::Relaxed);
+            }
+        };
+        let copying = Copying { source, target, stop: &stop, progress: &progress };
+        let mut is_first = true;
+        for round in 0.. {
+            let hold = self.hold_in_time().await?;
+            let marked = bitmaps.begin_anew(&wish.bitmap);
+            let is_all = std::mem::take(&mut is_first) && wish.before.is_none();
+            let is_last = |bytes| !is_all && (bytes <= LAST_BYTES || round >= ROUNDS);
+            match marked {
+                Err(error) => {
+                    hold.finish();
+                    return Err(error);
+                }
+                Ok(marked) if is_last(marked.marked_bytes()) => {
+                    let copied = copying.marked(&marked, done).await;
+                    hold.finish();
+                    return copied;
+                }
+                Ok(marked) => {
+                    hold.finish();
+                    match is_all {
+                        true => copying.all(done).await?,
+                        false => copying.marked(&marked, done).await?,
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}

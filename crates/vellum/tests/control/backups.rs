@@ -1,0 +1,250 @@
+//! Backups by a bitmap: of a closed image, of a disk that guests write meanwhile, and with kills in between. What is restored from the chain
+//! of backups is what the disk was.
+
+use std::process::Stdio;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use vellum_core::Random;
+
+use super::Controlled;
+use super::support::client::Client;
+use super::support::dir::Dir;
+use super::support::program::{run, vellum, vellum_command};
+use super::support::{noise, scale};
+use crate::requires;
+
+#[allow(clippy::print_stderr, reason = "the counts are what the test is for")]
+fn report(what: &str) {
+    eprintln!("{what}");
+}
+
+const SIZE: usize = 24 << 20;
+
+/// What an image reads as.
+fn content(dir: &Dir, image: &str) -> Vec<u8> {
+    let raw = dir.text("content.raw");
+    vellum(&["convert", "-q", "-O", "raw", image, &raw]).answer();
+    std::fs::read(&raw).expect("a copy")
+}
+
+fn write_some(image: &str, random: &mut Random) {
+    let server = Controlled::start(&["-f", "qcow2", image]);
+    let mut client = server.client("");
+    for number in 0..4 {
+        let at = random.index(SIZE / 4096) * 4096;
+        let len = (4096 * (1 + random.index(40))).min(SIZE - at);
+        match number {
+            0 => client.zero(at as u64, u32::try_from(len).expect("short"), 0).expect("zeros"),
+            _ => client.write(at as u64, &noise(len, random.below(u64::MAX)), 0).expect("a write"),
+        };
+    }
+    client.disconnect();
+    server.server.stop();
+}
+
+fn new_image(dir: &Dir) -> String {
+    let (raw, image) = (dir.text("disk.raw"), dir.text("disk.qcow2"));
+    std::fs::write(&raw, noise(SIZE, 77)).expect("a disk");
+    vellum(&["convert", "-q", "-O", "qcow2", "-o", "journal=on", &raw, &image]).answer();
+    vellum(&["bitmap", "--add", &image, "daily"]).answer();
+    image
+}
+
+#[test]
+fn a_chain_of_backups_is_what_the_disk_was() {
+    let dir = Dir::new("backups");
+    let image = new_image(&dir);
+    let mut random = Random::from_seed(31);
+    let all =
+        vellum(&["backup", "--output", "json", "--bitmap", "daily", &image, &dir.text("0.qcow2")]).json();
+    assert_eq!(all["bytes-copied"], SIZE);
+    for number in 1..5 {
+        write_some(&image, &mut random);
+        let (before, target) =
+            (dir.text(&format!("{}.qcow2", number - 1)), dir.text(&format!("{number}.qcow2")));
+        let line = [
+            "backup",
+            "--output",
+            "json",
+            "--bitmap",
+            "daily",
+            "--incremental",
+            "-B",
+            &before,
+            "-F",
+            "qcow2",
+            &image,
+            &target,
+        ];
+        let done = vellum(&line).json();
+        let marked = done["bytes-marked"].as_u64().expect("a number");
+        assert!(marked > 0 && marked < 3 << 20, "{done}");
+        assert!(content(&dir, &target) == content(&dir, &image), "backup {number}");
+        let again = vellum(&[
+            "backup",
+            "--output",
+            "json",
+            "--bitmap",
+            "daily",
+            "--incremental",
+            "-B",
+            &before,
+            "-F",
+            "qcow2",
+            &image,
+            &dir.text("nothing.qcow2"),
+        ])
+        .json();
+        assert_eq!(again["bytes-marked"], 0, "it began anew");
+        assert_eq!(vellum(&["check", "-q", &image]).code, 0);
+    }
+    for (line, word) in [
+        (&["backup", "--bitmap", "none", &image, &dir.text("x")][..], "not kept up"),
+        (&["backup", "--bitmap", "daily", &image], "TARGET"),
+        (&["backup", "--bitmap", "daily", &dir.text("content.raw"), &dir.text("x")], "raw"),
+    ] {
+        let ran = vellum(line);
+        assert!(ran.code == 1 && ran.err.contains(word), "{line:?}: {ran:?}");
+    }
+    assert!(!dir.join("x").exists());
+}
+
+/// A backup that is killed leaves the bitmap as it was, or a whole backup: the next one has all that is missing.
+#[test]
+fn a_backup_that_is_killed_is_made_again() {
+    let dir = Dir::new("backups");
+    let image = new_image(&dir);
+    let mut random = Random::from_seed(32);
+    let mut last = dir.text("0.qcow2");
+    vellum(&["backup", "-q", "--bitmap", "daily", &image, &last]).answer();
+    let (mut killed, mut ended) = (0, 0);
+    for number in 1..12 * scale() {
+        write_some(&image, &mut random);
+        let target = dir.text(&format!("{number}.qcow2"));
+        let line = [
+            "backup",
+            "-q",
+            "--bitmap",
+            "daily",
+            "--incremental",
+            "-B",
+            &last,
+            "-F",
+            "qcow2",
+            &image,
+            &target,
+        ];
+        let mut child = vellum_command().args(line).stdin(Stdio::null()).spawn().expect("vellum");
+        std::thread::sleep(Duration::from_millis(random.below(60)));
+        let _ = child.kill();
+        child.wait().expect("it ends");
+        super::support::program::until_let_go(&image);
+        // A backup that has its name is whole. One that has none is made again.
+        if std::path::Path::new(&target).exists() {
+            ended += 1;
+        } else {
+            killed += 1;
+            vellum(&line).answer();
+        }
+        assert!(content(&dir, &target) == content(&dir, &image), "backup {number}");
+        assert_eq!(vellum(&["check", "-q", &image]).code, 0, "backup {number}");
+        last = target;
+    }
+    report(&format!("{killed} backups were killed and made again, {ended} had ended"));
+}
+
+/// Guests write all the time: each backup is what the disk was at one moment, and the last one, with nobody writing, is the disk.
+#[test]
+fn a_disk_is_backed_up_while_guests_write() {
+    let dir = Dir::new("backups");
+    let image = new_image(&dir);
+    let served = Controlled::start(&["-f", "qcow2", &image]);
+    let is_over = AtomicBool::new(false);
+    let mut last = dir.text("0.qcow2");
+    let first = served.json("backup", &["--bitmap", "daily", &last]);
+    assert_eq!(first["bytes-copied"], SIZE);
+    // One block after the other: at any moment the first is as new as the second, or one step newer.
+    let guest = |mut client: Client| {
+        let mut random = Random::from_seed(33);
+        let mut count = 0_u64;
+        while !is_over.load(Ordering::Relaxed) {
+            count += 1;
+            client.write(0, &count.to_be_bytes().repeat(512), 0).expect("a write");
+            client.write(SIZE as u64 - 4096, &count.to_be_bytes().repeat(512), 0).expect("a write");
+            let at = 4096 * (1 + random.index(SIZE / 4096 - 3));
+            client.write(at as u64, &noise(4096, count), 0).expect("a write");
+        }
+        client.disconnect();
+        count
+    };
+    let mut counts = Vec::new();
+    let written = std::thread::scope(|scope| {
+        let guest = scope.spawn(|| guest(served.client("")));
+        for number in 1..=4 * scale() {
+            std::thread::sleep(Duration::from_millis(200));
+            let target = dir.text(&format!("{number}.qcow2"));
+            served
+                .json("backup", &["--bitmap", "daily", "--incremental", "-B", &last, "-F", "qcow2", &target]);
+            let bytes = content(&dir, &target);
+            let count = |at: usize| u64::from_be_bytes(bytes[at..at + 8].try_into().expect("8 bytes"));
+            let (newer, older) = (count(0), count(SIZE - 4096));
+            assert!(
+                newer == older || newer == older + 1,
+                "backup {number} is of no moment: {newer} and {older}"
+            );
+            assert!(bytes[..4096].chunks(8).all(|chunk| chunk == &bytes[..8]), "a torn block");
+            counts.push(newer);
+            last = target;
+        }
+        is_over.store(true, Ordering::Relaxed);
+        guest.join().expect("the guest")
+    });
+    assert!(counts.is_sorted() && *counts.last().expect("some") > 0, "{counts:?}");
+    let target = dir.text("last.qcow2");
+    served.json("backup", &["--bitmap", "daily", "--incremental", "-B", &last, "-F", "qcow2", &target]);
+    served.refuses(&["not kept up"], "backup", &["--bitmap", "none", &dir.text("x")]);
+    served.server.stop();
+    assert!(content(&dir, &target) == content(&dir, &image));
+    report(&format!("{} backups beside a guest that wrote {} times", counts.len() + 2, 3 * written));
+}
+
+/// NBD clients see what is marked, with short and with long headers.
+#[test]
+fn clients_query_what_is_marked() {
+    requires!("nbdinfo", "qemu-img");
+    let dir = Dir::new("backups");
+    let image = new_image(&dir);
+    vellum(&["bitmap", "--add", "--disable", "-g", "4k", &image, "old"]).answer();
+    let server = Controlled::start(&["-f", "qcow2", &image]);
+    let uri = server.server.uri("");
+    let runs = |bitmap: &str| {
+        let map = run("nbdinfo", &["--json", &format!("--map=qemu:dirty-bitmap:{bitmap}"), &uri]).json();
+        let all = map.as_array().expect("runs").clone();
+        let dirty = all.iter().filter(|run| run["type"] == 1);
+        dirty
+            .map(|run| (run["offset"].as_u64().unwrap(), run["length"].as_u64().unwrap()))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(runs("daily"), []);
+    let mut client = server.client("");
+    client.write(70_000, &[1; 10], 0).expect("a write");
+    client.zero(10 << 20, 100_000, 0).expect("zeros");
+    assert_eq!(runs("daily"), [(65_536, 65_536), (10 << 20, 131_072)]);
+    assert_eq!(runs("old"), []);
+    let listed = run("nbdinfo", &["--json", &uri]).json();
+    let contexts = listed["exports"][0]["contexts"].to_string();
+    assert!(
+        contexts.contains("qemu:dirty-bitmap:daily") && contexts.contains("qemu:dirty-bitmap:old"),
+        "{contexts}"
+    );
+    let theirs = format!(
+        "driver=nbd,server.type=unix,server.path={},x-dirty-bitmap=qemu:dirty-bitmap:daily",
+        super::support::program::path_text(&server.server.socket())
+    );
+    let map = run("qemu-img", &["map", "--output=json", "--image-opts", &theirs]).json();
+    let dirty = map.as_array().expect("runs").iter().filter(|run| run["data"] == false).count();
+    assert_eq!(dirty, 2, "QEMU shows what is marked as no data: {map}");
+    client.disconnect();
+    server.server.stop();
+}

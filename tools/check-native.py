@@ -4,10 +4,12 @@
     check-native.py IMAGE…                     the numbered invariants; a line for each thing found
     check-native.py --sha256 IMAGE [BASE]      the SHA-256 of the disk's bytes; BASE is the base as a raw file
     check-native.py --snapshot NAME --sha256 IMAGE [BASE]      the same of a snapshot
+    check-native.py --secret FILE …            FILE has the secret of an encrypted image, all of it
 
 Of several images the last line for each is `IMAGE: CODE`.
 
-It shares nothing with the program but the text, so that each keeps the other and the text honest. Standard library only.
+It shares nothing with the program but the text, so that each keeps the other and the text honest. Standard library only,
+but for AES, of which nothing is needed where the image is not encrypted: the package cryptography has it.
 
 Exit codes, as `vellum check` has them: 0 nothing is wrong, 1 it cannot be checked, 2 corrupt, 3 space is lost.
 """
@@ -128,8 +130,12 @@ class Superblock:
         need(named or its_generation == 0, "the generation of no session")
         self.session_counts = named and its_generation == be64(page, 184)
         need(self.session_counts or not self.features >> 8 & 1, "a mark of a flash cache, and no session that counts")
+        self.is_encrypted = bool(self.features >> 10 & 1)
+        self.keys = struct.unpack_from(">QQ", page, 2728) if self.is_encrypted else (0, 0)
+        need(self.is_encrypted == (self.keys[1] > 0), "an encrypted image without keys")
+        need(not self.is_encrypted or self.layout != 2 or page[63] & 1, "embedded entries of an encrypted image")
         self.fast = (0, 0)
-        if be64(page, 48) >> 2 & 1:
+        if be64(page, 48) >> 2 & 1 and not self.is_encrypted:
             *self.fast, medium, _, _, length = struct.unpack_from(">QQ16s16sQI", page, 2152)
             need(medium != bytes(16), "a fast medium without an id")
             need(self.fast[1] > 0 and length <= 511, "a fast medium without bits of units, or with an impossible name")
@@ -166,7 +172,7 @@ class Superblock:
 
     def check(self, file):
         need(self.version == 1, "the version is not known")
-        need(self.features >> 10 == 0, "there are unknown incompatible features")
+        need(self.features >> 11 == 0, "there are unknown incompatible features")
         need(self.layout in (0, 1, 2), "the layout is not known")
         self.needs_replay, self.is_table, self.has_base, self.has_snapshots = (
             bool(self.features >> bit & 1) for bit in range(4))
@@ -251,6 +257,14 @@ class Superblock:
             need(all(end <= other[0] or other[1] <= start for other in seen), f"the {name} overlaps another region")
             need(name != "journal" or all(other[1] <= start for other in seen), "the journal is not the last")
             seen.append((start, end))
+        start, length = self.keys
+        if length:
+            end = start + length
+            need(start % PAGE == 0 and length % PAGE == 0 and length <= 16 * MIB, "the keys cannot lie there")
+            need(2 * PAGE <= start and end <= self.data_offset, "the keys cannot lie there")
+            need(all(end <= other[0] or other[1] <= start for other in seen), "the keys overlap another region")
+            journal = self.region[6]
+            need(journal[1] == 0 or start >= sum(journal), "the keys do not lie behind the journal")
         counts_alone = self.session_counts and self.region[6][1] == 0
         need(bool(self.features >> 9 & 1) == counts_alone, "bit 9 and the session contradict each other")
         self.bitmap, self.masks, self.table, self.partials, self.list, self.zones, self.journal = self.region
@@ -345,6 +359,74 @@ def lz4(data, size):
     return bytes(out)
 
 
+def aes_xts(key, number, data):
+    """Decrypts one sector."""
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+    decryptor = Cipher(algorithms.AES(key), modes.XTS(number.to_bytes(16, "little"))).decryptor()
+    return decryptor.update(data) + decryptor.finalize()
+
+
+class Keys:
+    """Invariant 9. The LUKS header of an encrypted image, by the LUKS1 specification."""
+
+    STRIPES = 4000
+
+    def __init__(self, file, region):
+        self.file, (self.at, length) = file, region
+        header = self.header = file.read(self.at, 592)
+        need(header[:8] == b"LUKS\xba\xbe\0\1", "there is no LUKS header")
+        cipher, mode, self.hash = (self.text(at) for at in (8, 40, 72))
+        need(cipher == "aes" and mode in ("xts-plain64", "xts-plain"), "a cipher that is not known")
+        need(self.hash in ("sha1", "sha224", "sha256", "sha384", "sha512"), "a hash that is not known")
+        self.key_length = be32(header, 108)
+        need(self.key_length in (32, 64), "a key of impossible length")
+        need(all("!" <= one <= "~" for one in self.text(168, 40)), "a UUID that is no text")
+        need(0 < be32(header, 164) <= 100_000_000, "impossible iterations of the digest")
+        self.slots, places = [], []
+        size = count(self.key_length * self.STRIPES, 512)
+        for index in range(8):
+            at = 208 + 48 * index
+            state, iterations = struct.unpack_from(">II", header, at)
+            material, stripes = struct.unpack_from(">II", header, at + 40)
+            need(state in (0x00AC71F3, 0x0000DEAD), "a slot in an impossible state")
+            need(stripes == self.STRIPES, "a slot with other stripes")
+            need(material >= 2 and material + size <= be32(header, 104), "a slot without a place")
+            need(all(abs(material - other) >= size for other in places), "two slots in one place")
+            places.append(material)
+            if state == 0x00AC71F3:
+                need(0 < iterations <= 100_000_000, "impossible iterations of a slot")
+                need(material * 512 + self.key_length * self.STRIPES <= length, "a slot that is cut off")
+                self.slots.append((iterations, header[at + 8:at + 40], material))
+
+    def text(self, at, length=32):
+        data = self.header[at:at + length]
+        return data.split(b"\0")[0].decode("ascii", "replace")
+
+    def diffuse(self, block):
+        size = hashlib.new(self.hash).digest_size
+        parts = (block[at:at + size] for at in range(0, len(block), size))
+        return b"".join(
+            hashlib.new(self.hash, index.to_bytes(4, "big") + part).digest()[:len(part)]
+            for index, part in enumerate(parts))
+
+    def key(self, secret):
+        length = self.key_length
+        for iterations, salt, material in self.slots:
+            derived = hashlib.pbkdf2_hmac(self.hash, secret, salt, iterations, length)
+            stored = self.file.read(self.at + 512 * material, length * self.STRIPES)
+            stripes = b"".join(
+                aes_xts(derived, at // 512, stored[at:at + 512]) for at in range(0, len(stored), 512))
+            key = bytes(length)
+            for at in range(0, len(stripes), length):
+                if at > 0:
+                    key = self.diffuse(key)
+                key = bytes(one ^ other for one, other in zip(key, stripes[at:at + length]))
+            salt, iterations = self.header[132:164], be32(self.header, 164)
+            if hashlib.pbkdf2_hmac(self.hash, key, salt, iterations, 20) == self.header[112:132]:
+                return key
+        raise Refused("the secret opens no slot")
+
+
 class Check:
     def __init__(self, file, superblock):
         self.file, self.sb = file, superblock
@@ -362,6 +444,11 @@ class Check:
             print("Leaked", line)
 
     def run(self):
+        if self.sb.is_encrypted:
+            try:
+                Keys(self.file, self.sb.keys)
+            except Refused as error:
+                self.corrupt(f"9: keys: {error}")
         self.bits_past_the_base(self.sb.bitmap, self.sb.blocks, "bitmap")
         self.bits_past_the_base(self.sb.masks, self.sb.sub_blocks * 2, "masks")
         self.mask_values()
@@ -577,8 +664,12 @@ class View:
 class Disk:
     """The disk's bytes, as home (or what a snapshot sees of it) and the data area have them."""
 
-    def __init__(self, file, superblock, base, snapshot=None):
+    def __init__(self, file, superblock, base, snapshot=None, secret=None):
         self.file, self.sb, self.base = file, superblock, base
+        self.key = None
+        if superblock.is_encrypted:
+            need(secret is not None, "the image is encrypted: --secret FILE")
+            self.key = Keys(file, superblock.keys).key(secret)
         self.home = View(file, superblock, snapshot) if snapshot else file
         self.size = self.home.size if snapshot else superblock.size
 
@@ -596,7 +687,7 @@ class Disk:
 
     def image(self, at, size):
         if not self.sb.is_table:
-            return self.file.read(self.sb.data_offset + at, size)
+            return self.stored(self.sb.data_offset + at, size)
         entry = self.sb.place_in(self.sb.tables, 4 * (at // self.sb.unit))
         number, form = self.sb.split(be32(self.home.read(entry, 4)))
         if number == 0:
@@ -614,7 +705,16 @@ class Disk:
                 break
             number = under
             place = self.sb.data_offset + (number - 1) * self.sb.unit
-        return self.file.read(place + within, size)
+        return self.stored(place + within, size)
+
+    def stored(self, at, size):
+        """Whole sectors of guest data that lie there."""
+        data = self.file.read(at, size)
+        if self.key is None:
+            return data
+        sectors = [(at // 512 + index, data[512 * index:512 * index + 512]) for index in range(size // 512)]
+        return b"".join(
+            sector if sector == bytes(512) else aes_xts(self.key, number, sector) for number, sector in sectors)
 
     def packed(self, at, number, index):
         """The 4 KiB of a packed block."""
@@ -672,19 +772,22 @@ def attempt(work, *arguments):
         return 1
 
 
-def print_hash(snapshot, image, base=None):
+def print_hash(snapshot, secret, image, base=None):
     file = File(image)
     superblock, _ = open_closed(file)
-    print(Disk(file, superblock, File(base) if base else None, snapshot).sha256())
+    print(Disk(file, superblock, File(base) if base else None, snapshot, secret).sha256())
     return 0
 
 
 def main(arguments):
-    snapshot = None
+    snapshot = secret = None
+    if arguments[:1] == ["--secret"] and len(arguments) > 1:
+        with open(arguments[1], "rb") as file:
+            secret, arguments = file.read(), arguments[2:]
     if arguments[:1] == ["--snapshot"] and len(arguments) > 1:
         snapshot, arguments = arguments[1], arguments[2:]
     if arguments[:1] == ["--sha256"] and len(arguments) in (2, 3):
-        return attempt(print_hash, snapshot, *arguments[1:])
+        return attempt(print_hash, snapshot, secret, *arguments[1:])
     if not arguments or arguments[0].startswith("-"):
         print(__doc__, file=sys.stderr)
         return 1

@@ -555,6 +555,52 @@ fn native_zoned_with_snapshots() {
 }
 
 #[test]
+fn native_encrypted_linear() {
+    explore(&NativeSubject::linear().encrypted("vellum, encrypted, linear"), 4);
+}
+
+#[test]
+fn native_encrypted_linear_over_a_base() {
+    explore(&NativeSubject::linear_over_a_base().encrypted("vellum, encrypted, linear over a base"), 2);
+}
+
+#[test]
+fn native_encrypted_table_over_a_base() {
+    explore(&NativeSubject::table_over_a_base().encrypted("vellum, encrypted, table over a base"), 2);
+}
+
+#[test]
+fn native_encrypted_units_on_a_device() {
+    explore_units(
+        &NativeSubject::units_on_a_device().encrypted("vellum, encrypted, table by units on a device"),
+    );
+}
+
+#[test]
+fn native_encrypted_zoned_over_a_base() {
+    explore_zoned(&NativeSubject::zoned_over_a_base().encrypted("vellum, encrypted, zoned over a base"), 8);
+}
+
+#[test]
+fn native_encrypted_snapshots() {
+    explore_snapshots(&NativeSubject::snapshots().encrypted("vellum, encrypted, table with snapshots"), 4);
+}
+
+#[test]
+fn native_encrypted_requests_of_all_kinds() {
+    let subjects = [
+        NativeSubject::linear_over_a_base().encrypted("vellum, encrypted, linear over a base, all kinds"),
+        NativeSubject::units_over_a_base().encrypted("vellum, encrypted, table over a base, all kinds"),
+        NativeSubject::zoned_with_everything().encrypted("vellum, encrypted, zoned, with everything"),
+    ];
+    for subject in &subjects {
+        let mut plans: Vec<Plan> = (0..4 * scale()).map(kinds::of_all_kinds).collect();
+        plans.extend((0..4 * scale()).map(kinds::with_a_failing_write));
+        explore_plans(subject, plans);
+    }
+}
+
+#[test]
 fn native_units() {
     explore_units(&NativeSubject::units());
 }

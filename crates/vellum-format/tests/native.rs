@@ -36,7 +36,7 @@ mod zones;
 use std::cell::RefCell;
 use std::sync::Arc;
 
-use common::native::{NativeSetup, look_native};
+use common::native::{NativeSetup, look_native, opening};
 use futures_lite::future::block_on;
 use vellum_core::contract::{self, DiskFixture};
 use vellum_core::{Buffer, Disk, GuestOffset};
@@ -66,7 +66,7 @@ impl DiskFixture for Fixture {
             let image = self.image.borrow().clone().expect("made before") as SharedStorage;
             let (report, lines) = look_native(&image).await?;
             assert!(report.is_clean(), "an image that was closed is clean: {lines:?}");
-            let disk = Native::open(image, self.setup.below(), OpenOptions::default()).await?;
+            let disk = Native::open(image, self.setup.below(), opening()).await?;
             Ok(CheckedDisk::new(disk) as SharedDisk)
         })
     }
@@ -123,6 +123,20 @@ fn zoned() {
 #[test]
 fn zoned_over_a_base() {
     suite(NativeSetup::zoned("zoned over a base", 0, 64 << 10, 1 << 20).over(large_base(), 16 << 10));
+}
+
+/// As above, encrypted.
+#[test]
+fn encrypted() {
+    suite(NativeSetup::linear("", 0).encrypted("encrypted, linear"));
+    suite(NativeSetup::linear("", 0).over(large_base(), 16 << 10).encrypted("encrypted, linear over a base"));
+    suite(NativeSetup::table("", 0, 1 << 20).encrypted("encrypted, table"));
+    suite(
+        NativeSetup::table("", 0, 64 << 10)
+            .over(large_base(), 64 << 10)
+            .encrypted("encrypted, table over a base"),
+    );
+    suite(NativeSetup::zoned("", 0, 64 << 10, 1 << 20).encrypted("encrypted, zoned"));
 }
 
 /// Opening for reading writes nothing, and says what to do about an image that was not closed.

@@ -218,6 +218,12 @@ pub enum Bug {
     ChangedBeforeMarked,
     /// What is marked in bitmaps is left out of the record.
     NoBitmaps,
+    /// A unit of an encrypted disk that moves is encrypted for the place that it had.
+    MovedWithOldPlace,
+    /// What goes through the journal is not encrypted.
+    PlainInJournal,
+    /// A part of a sector of an encrypted disk is written without the rest of it.
+    RestOfSectorLost,
 }
 
 thread_local! {

@@ -9,6 +9,8 @@ extern crate vellum_seeded as vellum_format;
 mod common;
 #[path = "../../vellum-format/tests/subjects/device.rs"]
 mod device;
+#[path = "../../vellum-format/tests/native_encrypted/trials.rs"]
+mod encrypted;
 #[path = "../../vellum-format/tests/native/fragments.rs"]
 mod fragments;
 #[path = "../../vellum-format/tests/freed/trials.rs"]
@@ -55,6 +57,17 @@ fn a_seal_beside_changes_is_found() {
     assert!(with(BUG, freed::late_write).is_err(), "late write");
     let yielding = |seed| freed::yielding_threads(3, seed, || put_in(Some(BUG)));
     assert!((0..40).any(|seed| yielding(seed).is_err()), "threads that yield");
+}
+
+/// The search for plain text finds some where there is.
+#[test]
+fn a_piece_that_is_not_encrypted_is_found() {
+    for setup in common::native::encrypted_setups().into_iter().filter(|setup| setup.options.has_table) {
+        let found = with(Bug::PlainInJournal, || encrypted::nothing_is_readable(setup.clone()));
+        assert!(found.is_err_and(|what| what.contains("readable")), "{}", setup.name);
+        let found = with(Bug::MovedWithOldPlace, || encrypted::nothing_is_readable(setup.clone()));
+        assert!(found.is_err(), "{}", setup.name);
+    }
 }
 
 #[test]

@@ -247,6 +247,17 @@ fn moved_under_writers() {
     find_beside(NativeSubject::snapshots(), Bug::MovedUnderWriters, &[program]);
 }
 
+/// What only an encrypted disk has.
+#[test]
+fn mistakes_of_encrypted_disks() {
+    let snapshots = || NativeSubject::snapshots().encrypted("vellum, encrypted, table with snapshots");
+    let table = || NativeSubject::table_over_a_base().encrypted("vellum, encrypted, table over a base");
+    let plans = |text: &str| [Plan::last_step(text.parse().unwrap())];
+    find_by(snapshots(), Bug::MovedWithOldPlace, &plans("w64k@0 drop64k@0 w512@0 flush"));
+    find_by(table(), Bug::RestOfSectorLost, &plans("w4k@0 flush odd@0 flush"));
+    find_by(table(), Bug::PlainInJournal, &plans("w4k@0 flush w4k@0 flush"));
+}
+
 /// One test for each bug, on the kind of image where it shows.
 macro_rules! found {
     ($($subject:ident { $($name:ident: $bug:ident,)* })*) => {

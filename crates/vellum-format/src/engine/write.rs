@@ -152,11 +152,11 @@ async fn write_some<W: Writer>(image: &W, span: GuestSpan, mut data: Buffer) -> 
 
 async fn write_runs<W: Writer>(image: &W, runs: Runs, mut data: Buffer) -> Result<()> {
     if let [(at, _)] = runs[..] {
-        return write_in_place(image, at, image.as_stored(at, data).await).await;
+        return write_in_place(image, at, image.as_stored(at, data).await?).await;
     }
     let writes = runs.into_iter().map(|(at, len)| {
         let part = data.split_to(usize::try_from(len).expect("within the buffer"));
-        let write = async move { write_in_place(image, at, image.as_stored(at, part).await).await };
+        let write = async move { write_in_place(image, at, image.as_stored(at, part).await?).await };
         Box::pin(write) as LocalFuture<'_, Result<()>>
     });
     let writes: Vec<_> = writes.collect();
@@ -265,7 +265,7 @@ pub(super) async fn gather<W: Writer>(
     }
     let mut writes = pieces.join().await?;
     for (at, data) in &mut writes {
-        *data = image.as_stored(*at, std::mem::take(data)).await;
+        *data = image.as_stored(*at, std::mem::take(data)).await?;
     }
     if is_checked {
         for (at, data) in &writes {

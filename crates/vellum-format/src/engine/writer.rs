@@ -131,8 +131,8 @@ pub(crate) trait Writer: Map {
 
     /// Bytes as they are to be stored at this place. All that is written there passes through this, once, before
     /// anything else is done with it.
-    async fn as_stored(&self, _at: ImageOffset, data: Buffer) -> Buffer {
-        data
+    async fn as_stored(&self, _at: ImageOffset, data: Buffer) -> Result<Buffer> {
+        Ok(data)
     }
 
     /// A run of checks never crosses a multiple of this.

@@ -9,7 +9,9 @@
 //!    is lent to a guest passes through memory of our own, so no guest sees it encrypted.
 //! 2. A part of a sector is read, changed and written as a whole, while no other write is in flight: the only case in
 //!    which a lock is held across a transfer. Everybody who writes whole sectors shares that lock.
-//! 3. It cannot be made longer, because what a longer storage has behind the old end would not read as zero. Nothing
+//! 3. Where a format says so ([`Unwritten::Zeros`]), a sector of which all stored bytes are zero reads as zero. Nothing
+//!    else is ever stored as such a sector: `seal` refuses it.
+//! 4. It cannot be made longer, because what a longer storage has behind the old end would not read as zero. Nothing
 //!    is ever a hole, and a discard does nothing, for the same reason.
 
 use std::sync::Arc;
@@ -17,7 +19,7 @@ use std::sync::Arc;
 use vellum_core::pin::Proof;
 use vellum_core::{
     BlockSize, Buffer, Error, ErrorKind, ImageOffset, ImageSpan, Limits, LocalFuture, Offload, Result,
-    SharedStorage, Storage, StorageRun, Zeroes, offload,
+    SharedStorage, Storage, StorageRun, Zeroes, is_zero, offload,
 };
 use vellum_luks::{SECTOR, SectorCipher};
 
@@ -28,6 +30,15 @@ const HERE_MAX: usize = 256 << 10;
 /// Zeros are encrypted and written in pieces of this many bytes.
 const ZEROS_AT_ONCE: u64 = 1 << 20;
 
+/// What a sector is whose stored bytes are all zero.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Unwritten {
+    /// Encrypted like any other: it decrypts to random bytes.
+    Random,
+    /// One that nobody has written, or that was made zero: it is zero.
+    Zeros,
+}
+
 /// The storage.
 pub(crate) struct Ciphered {
     inner: SharedStorage,
@@ -37,6 +48,7 @@ pub(crate) struct Ciphered {
     end: Option<u64>,
     limits: Limits,
     cipher: Arc<SectorCipher>,
+    unwritten: Unwritten,
     offload: Arc<dyn Offload>,
     /// Shared by those who write whole sectors.
     parts: SharedOrAlone,
@@ -47,29 +59,59 @@ fn first_sector(at: ImageOffset) -> u64 {
 }
 
 /// An encrypted copy of whole sectors that lie at this place.
+///
+/// # Errors
+/// `Io` when a sector would be stored as the zeros that mean that nobody has written it.
 pub(crate) async fn seal(
     cipher: &Arc<SectorCipher>,
+    unwritten: Unwritten,
     place: &Arc<dyn Offload>,
     at: ImageOffset,
     data: &Buffer,
-) -> Buffer {
+) -> Result<Buffer> {
     debug_assert!(BlockSize::SECTOR.aligns(at));
     let (first, mut copy) = (first_sector(at), data.duplicate());
-    if copy.len() <= HERE_MAX {
+    let encrypt = move |cipher: &SectorCipher| {
         cipher.encrypt(first, copy.slice_mut());
-        return copy;
+        let is_taken = unwritten == Unwritten::Zeros && copy.slice().chunks(SECTOR).any(is_zero);
+        (copy, is_taken)
+    };
+    let (copy, is_taken) = match data.len() <= HERE_MAX {
+        true => encrypt(cipher),
+        false => {
+            let cipher = cipher.clone();
+            offload(&**place, move || encrypt(&cipher)).await
+        }
+    };
+    match is_taken {
+        false => Ok(copy),
+        // Once in 2^4096 sectors, or the guest knows the key.
+        true => Err(Error::new(
+            ErrorKind::Io,
+            "what is written encrypts to nothing but zeros: write something else",
+        )),
     }
-    let cipher = cipher.clone();
-    offload(&**place, move || {
-        cipher.encrypt(first, copy.slice_mut());
-        copy
-    })
-    .await
+}
+
+/// Decrypts the sectors of a piece of which the first has this number.
+fn decrypt(cipher: &SectorCipher, unwritten: Unwritten, first: u64, piece: &mut [u8]) {
+    if unwritten == Unwritten::Random {
+        return cipher.decrypt(first, piece);
+    }
+    let count = piece.len() / SECTOR;
+    let is_written = |piece: &[u8], sector: usize| !is_zero(&piece[sector * SECTOR..(sector + 1) * SECTOR]);
+    let mut sector = 0;
+    while sector < count {
+        let end = (sector..count).find(|at| !is_written(piece, *at)).unwrap_or(count);
+        cipher.decrypt(first + sector as u64, &mut piece[sector * SECTOR..end * SECTOR]);
+        sector = (end..count).find(|at| is_written(piece, *at)).unwrap_or(count);
+    }
 }
 
 /// Decrypts whole sectors that were read from this place into memory of our own.
 async fn unseal(
     cipher: &Arc<SectorCipher>,
+    unwritten: Unwritten,
     place: &Arc<dyn Offload>,
     at: ImageOffset,
     mut data: Buffer,
@@ -77,7 +119,7 @@ async fn unseal(
     let decrypt = move |cipher: &SectorCipher, data: &mut Buffer| {
         let mut first = first_sector(at);
         for piece in data.pieces_mut() {
-            cipher.decrypt(first, piece);
+            decrypt(cipher, unwritten, first, piece);
             first += (piece.len() / SECTOR) as u64;
         }
     };
@@ -121,7 +163,22 @@ impl Ciphered {
             discards: false,
             ..inner.limits().clone()
         };
-        Self { inner, begin: 0, end: None, limits, cipher, offload, parts: SharedOrAlone::default() }
+        let unwritten = Unwritten::Random;
+        Self {
+            inner,
+            begin: 0,
+            end: None,
+            limits,
+            cipher,
+            unwritten,
+            offload,
+            parts: SharedOrAlone::default(),
+        }
+    }
+
+    /// The same, of a format in which a sector of zeros is one that nobody has written.
+    pub(super) fn with_unwritten(self, unwritten: Unwritten) -> Self {
+        Self { unwritten, ..self }
     }
 
     fn within(&self, span: ImageSpan) -> ImageSpan {
@@ -146,7 +203,7 @@ impl Ciphered {
             false => Buffer::for_overwrite(buffer.len()),
         };
         let own = self.inner.read(at + self.begin, own).await?;
-        let own = unseal(&self.cipher, &self.offload, at, own).await;
+        let own = unseal(&self.cipher, self.unwritten, &self.offload, at, own).await;
         if is_ours {
             return Ok(own);
         }
@@ -172,7 +229,7 @@ impl Ciphered {
     }
 
     async fn write_whole(&self, at: ImageOffset, data: &Buffer) -> Result<()> {
-        let sealed = seal(&self.cipher, &self.offload, at, data).await;
+        let sealed = seal(&self.cipher, self.unwritten, &self.offload, at, data).await?;
         self.inner.write(at + self.begin, sealed).await
     }
 

@@ -1,12 +1,14 @@
-//! LUKS: raw images of it as one of the formats, and what qcow2 images with LUKS inside share with them.
+//! LUKS: raw images of it as one of the formats, and what images with LUKS inside share with them.
 //!
 //! ```text
 //!   raw image        header │ key material │ payload: the disk, sector 0 of the cipher is its first
 //!   in qcow2         header │ key material, in clusters that a header extension names
 //!                    data clusters anywhere: a sector of the cipher is a sector of the image file
+//!   native image     superblocks │ … │ header │ key material │ data: as in qcow2, but a sector of zeros is zero
 //!
 //!   KeyArea ── unlock, with the user's secrets ──► SectorCipher ──► Ciphered: a storage that decrypts
-//!      └────── change.rs: keys are added and removed
+//!      │                                              └───► GuestCipher: what an open image with LUKS inside has
+//!      └────── change.rs: keys are added and removed           sector_parts.rs: changes of parts of sectors
 //! ```
 //!
 //! 1. Without a secret an image can be described, checked and repaired; nothing of that needs its key.
@@ -18,14 +20,18 @@ mod change;
 mod ciphered;
 mod facts;
 mod format;
+mod guest_cipher;
 mod new;
+mod sector_parts;
 
 pub use area::KeyArea;
 pub(crate) use area::Unlock;
 pub use change::{KeyChange, change_keys};
-pub(crate) use ciphered::{Ciphered, seal};
+pub(crate) use ciphered::{Ciphered, Unwritten};
 pub(crate) use facts::facts;
 pub(crate) use format::LuksFormat;
+pub(crate) use guest_cipher::GuestCipher;
 pub use new::{NewKeys, system_chance};
+pub(crate) use sector_parts::WholeSectors;
 pub use vellum_luks::cost::{TIME_DEFAULT, iterations_for};
 pub use vellum_luks::{Chance, Hash, Header, Mode, NewHeader, SLOTS, Secret, Secrets};

@@ -21,6 +21,12 @@ pub(super) async fn attach_fast(image: &SharedStorage, id: FastId, name: &str) -
     let attached = async {
         finish(image).await?;
         let mut superblocks = Superblocks::read(&**image).await?;
+        if superblocks.superblock.is_encrypted() {
+            return Err(Error::unsupported(
+                "the image is encrypted, and the fast medium would have copies of its data as they are: keep the image \
+                 itself on fast storage, or copy it into one that is not encrypted (`vellum convert`)",
+            ));
+        }
         let largest = match superblocks.superblock.has_snapshots() {
             true => snapshots(image).await?.into_iter().map(|one| one.size).max().unwrap_or(0),
             false => 0,

@@ -2,12 +2,14 @@
 //!
 //! ```text
 //!   1  length, or zeros over the regions of a device       no image is recognised there yet
-//!   2  bits of blocks that are zero in the base
+//!   2  bits of blocks that are zero in the base; the keys of an encrypted image
 //!   3  flush
 //!   4  both superblocks, flush                              commit point
 //! ```
 //!
 //! A fresh image has no other page of home: a hole reads as zero and means zero.
+
+use std::sync::Arc;
 
 use vellum_core::{
     BlockSize, Buffer, Context, Error, ErrorKind, GuestSpan, ImageOffset, Result, Storage, Zeroes,
@@ -15,6 +17,7 @@ use vellum_core::{
 
 use super::geometry::{JOURNAL_BYTES_MAX, JOURNAL_BYTES_MIN, Layout, Places, Region, Shape, TABLE_BYTES_MAX};
 use super::superblock::{Base, Slot, Superblock};
+use crate::luks::NewKeys;
 use crate::measure::ImageSizes;
 use crate::wish::Wish;
 
@@ -63,7 +66,7 @@ pub struct CreateOptions {
     pub has_zones: bool,
     /// The size of a zone in bytes: a power of two from 128 KiB to 64 MiB, 2 to 1024 units.
     pub zone_size: Option<u64>,
-    /// Whether units of zones may hold their own entries. The default is yes.
+    /// Whether units of zones may hold their own entries. The default is yes, but not with encryption.
     pub embed: Option<bool>,
     /// The size of a unit in bytes: a power of two from 64 KiB to 2 MiB.
     pub unit_size: Option<u64>,
@@ -77,6 +80,8 @@ pub struct CreateOptions {
     pub wish: Wish,
     /// Whether a device is zeroed first.
     pub zero_device: bool,
+    /// The keys with which guest data is to be encrypted.
+    pub encryption: Option<Arc<NewKeys>>,
     /// The image's own UUID. Random by default.
     pub uuid: Option<[u8; 16]>,
 }
@@ -126,6 +131,11 @@ impl CreateOptions {
             ),
             (!self.wish.is_none() && self.base.is_none(), Wish::NEEDS_BACKING),
             (
+                self.encryption.is_some() && self.embed == Some(true),
+                "embed=on cannot be combined with encryption: how well a block of the disk can be compressed would be \
+                 readable, and a recovery without the key must read what the block holds; omit it",
+            ),
+            (
                 self.journal_bytes.is_some() && self.base.is_none() && !self.has_table,
                 "journal_size: without a backing image or layout=table there is nothing to record; omit it",
             ),
@@ -168,7 +178,8 @@ impl CreateOptions {
         }
         let times = if in_file && self.size >= ROOM_FROM { ROOM_TIMES } else { 1 };
         let room = self.size.saturating_mul(times);
-        Places::plan_for(shape, journal, room)
+        let keys = self.encryption.as_ref().map_or(0, |keys| keys.len());
+        Places::plan_with_keys(shape, journal, room, keys)
     }
 }
 
@@ -186,6 +197,11 @@ pub async fn create(storage: &dyn Storage, options: &CreateOptions) -> Result<Su
     superblock.wish = options.wish;
     let context = || format!("can't create {}", storage.name());
     make_room(storage, options, &places).await.context(context)?;
+    let keys = options.encryption.iter().flat_map(|keys| keys.parts());
+    for (at, bytes) in keys {
+        let place = places.region(Region::Keys).start() + at;
+        storage.write(place, Buffer::copy_of(&bytes)).await.context(context)?;
+    }
     if let Some(base) = &options.base {
         preset(storage, &places, &base.zeros).await.context(context)?;
     }

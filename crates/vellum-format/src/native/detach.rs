@@ -87,7 +87,7 @@ async fn let_go(image: &SharedStorage) -> Result<()> {
 }
 
 fn without_base(read_only: bool) -> OpenOptions {
-    OpenOptions { read_only, without_base: true, ..OpenOptions::default() }
+    OpenOptions { read_only, without_base: true, without_key: true, ..OpenOptions::default() }
 }
 
 /// Stopping is safe before the commit point: the image still has its base.

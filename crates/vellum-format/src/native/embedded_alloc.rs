@@ -187,7 +187,7 @@ impl Native {
         let (Origin::Host(start) | Origin::Embedded(start)) = parts[0].from else {
             unreachable!("it lies in the image")
         };
-        let mut filled = self.data.read(start, buffer).await?;
+        let mut filled = self.plain()?.read(start, buffer).await?;
         let mut within = 0;
         for part in parts {
             let here = usize::try_from(within).expect("within the buffer");

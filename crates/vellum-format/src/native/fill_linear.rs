@@ -119,8 +119,12 @@ impl Native {
                 _ => writes.push((piece.start(), bytes)),
             }
         }
-        let writes = writes.into_iter().map(|(at, bytes)| self.data.write(self.places.linear(at), bytes));
-        try_join_all(writes.collect::<Vec<LocalFuture<'_, Result<()>>>>()).await?;
+        let writes = writes.into_iter().map(|(at, bytes)| {
+            let place = self.places.linear(at);
+            let write = async move { self.data.write(place, self.stored(place, bytes).await?).await };
+            Box::pin(write) as LocalFuture<'_, Result<()>>
+        });
+        try_join_all(writes.collect::<Vec<_>>()).await?;
         self.filled.add(block, self.places.shape().blocks());
         Ok(kept)
     }

@@ -22,6 +22,7 @@ use crate::image::{
     Fact, Files, Format, Head, NewBacking, OpenOptions as Options, Opened, Snapshot, SnapshotSupport,
     Snapshots, ready,
 };
+use crate::luks::{self, KeyArea, Unlock};
 use crate::probe::FormatKind;
 use crate::report::{CheckReport, JournalChange, Recovery, Repair};
 use crate::session::{Session, Sessions, may_use};
@@ -32,7 +33,7 @@ pub(crate) struct NativeFormat;
 
 /// Options that neither read nor write the guest's data.
 fn alone() -> OpenOptions {
-    OpenOptions { without_base: true, ..OpenOptions::default() }
+    OpenOptions { without_base: true, without_key: true, ..OpenOptions::default() }
 }
 
 fn opened(native: Arc<Native>) -> Opened {
@@ -334,8 +335,20 @@ impl Head for Superblocks {
         self.superblock.places().shape().layout.unit().map(BlockSize::bytes)
     }
 
+    fn is_encrypted(&self) -> bool {
+        self.superblock.is_encrypted()
+    }
+
+    fn key_area(&self) -> Option<KeyArea> {
+        self.superblock.key_area()
+    }
+
     fn open<'a>(&'a self, files: Files, options: Options) -> LocalFuture<'a, Result<Opened>> {
+        let area = self.superblock.key_area();
+        let secrets = options.secrets;
+        let offload = options.offload;
         let options = OpenOptions {
+            offload: Some(offload.clone()),
             read_only: options.read_only,
             snapshot: options.snapshot,
             tally: options.tally,
@@ -349,7 +362,17 @@ impl Head for Superblocks {
             without_base: options.without_below,
             ..OpenOptions::default()
         };
-        Box::pin(async move { Native::open(files.image, files.below, options).await.map(opened) })
+        Box::pin(async move {
+            let cipher = match area {
+                None => None,
+                Some(area) => {
+                    let unlock = Unlock { secrets: &secrets, may_be_weak: false, offload: &offload };
+                    Some(area.unlock(&files.image, &unlock).await?)
+                }
+            };
+            let options = OpenOptions { cipher, ..options };
+            Native::open(files.image, files.below, options).await.map(opened)
+        })
     }
 
     fn snapshots<'a>(
@@ -364,8 +387,16 @@ impl Head for Superblocks {
         })
     }
 
-    fn facts<'a>(&'a self, _image: &'a dyn Storage) -> LocalFuture<'a, Result<Vec<(&'static str, Fact)>>> {
-        ready(Ok(facts(self)))
+    fn facts<'a>(&'a self, image: &'a dyn Storage) -> LocalFuture<'a, Result<Vec<(&'static str, Fact)>>> {
+        Box::pin(async move {
+            let mut facts = facts(self);
+            if let Some(area) = self.superblock.key_area() {
+                let mut group = vec![("format", "luks".into())];
+                group.extend(luks::facts(&area.header(image).await?));
+                facts.push(("encrypt", Fact::Group(group)));
+            }
+            Ok(facts)
+        })
     }
 }
 

@@ -1,10 +1,10 @@
 //! The layout of an image: its regions, and the places of guest offsets in them. Arithmetic only.
 //!
 //! ```text
-//!  0     4 KiB   8 KiB                                                             journal            data_offset
-//!  ├───────┼───────┼────────┬───────┬───────┬──────────┬───────────────┬─ ─ ─ ─ ─ ──┼─────────┬─ ─ ─ ─ ─┼────────
-//!  │ super │ super │ bitmap │ masks │ table │ partials │ snapshot list │ unused     │ journal │ unused  │ data
-//!  └───────┴───────┴────────┴───────┴───────┴──────────┴───────────────┴─ ─ ─ ─ ─ ──┴─────────┴─ ─ ─ ─ ─┴────────
+//!  0     4 KiB   8 KiB                                                             journal                   data_offset
+//!  ├───────┼───────┼────────┬───────┬───────┬──────────┬───────────────┬─ ─ ─ ─ ─ ──┼─────────┬──────┬─ ─ ─ ─ ─┼────────
+//!  │ super │ super │ bitmap │ masks │ table │ partials │ snapshot list │ unused     │ journal │ keys │ unused  │ data
+//!  └───────┴───────┴────────┴───────┴───────┴──────────┴───────────────┴─ ─ ─ ─ ─ ──┴─────────┴──────┴─ ─ ─ ─ ─┴────────
 //!                  ╰──────────────────────── home ──────────────────────────────────╯
 //! ```
 //!
@@ -61,6 +61,8 @@ pub const ZONES_BYTES_MAX: u64 = 64 << 20;
 pub const TABLE_BYTES_MAX: u64 = 256 << 20;
 /// A word, and a bit for each of 2^26 units.
 pub const FAST_BYTES_MAX: u64 = (8 << 20) + PAGE_LEN;
+/// A LUKS header with all its key material takes 2 MiB.
+pub const KEYS_BYTES_MAX: u64 = 16 << 20;
 /// Regions end here at the latest, far behind the largest ones. Each page of home takes a pointer in memory.
 const HOME_END_MAX: u64 = 8 << 30;
 /// The largest disk, in bytes.
@@ -126,11 +128,13 @@ pub enum Region {
     Fast,
     /// The ring of records.
     Journal,
+    /// The LUKS header of an encrypted image, and its key material.
+    Keys,
 }
 
 impl Region {
     /// All regions.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Bitmap,
         Self::Masks,
         Self::Table,
@@ -139,6 +143,7 @@ impl Region {
         Self::Zones,
         Self::Fast,
         Self::Journal,
+        Self::Keys,
     ];
 
     /// Its name.
@@ -152,6 +157,7 @@ impl Region {
             Self::Zones => "zone table",
             Self::Fast => "bits of units on a fast medium",
             Self::Journal => "journal",
+            Self::Keys => "keys",
         }
     }
 }
@@ -210,7 +216,12 @@ impl Shape {
             Region::Snapshots if is_table => SNAPSHOTS * SNAPSHOT_LEN,
             Region::Zones if self.zone().is_some() => ZONE_LEN,
             Region::Journal if self.needs_journal() => JOURNAL_BYTES_MIN,
-            Region::Partials | Region::Snapshots | Region::Zones | Region::Fast | Region::Journal => 0,
+            Region::Partials
+            | Region::Snapshots
+            | Region::Zones
+            | Region::Fast
+            | Region::Journal
+            | Region::Keys => 0,
         };
         bytes.next_multiple_of(PAGE_LEN)
     }
@@ -236,6 +247,8 @@ impl Shape {
             Region::Zones if self.zone().is_some() => ZONES_BYTES_MAX,
             Region::Journal if self.needs_journal() => JOURNAL_BYTES_MAX,
             Region::Fast if self.layout.has_table() => FAST_BYTES_MAX,
+            // Whether there are any is the superblock's to say.
+            Region::Keys => KEYS_BYTES_MAX,
             Region::Bitmap
             | Region::Masks
             | Region::Table
@@ -324,7 +337,7 @@ impl Bits {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Places {
     pub(crate) shape: Shape,
-    regions: [ImageSpan; 8],
+    regions: [ImageSpan; 9],
     data_offset: ImageOffset,
     pub(super) parts: Parts,
 }
@@ -338,10 +351,16 @@ impl Places {
 
     /// As above, with tables for a disk of `room_bytes`, within their limits.
     pub fn plan_for(shape: Shape, journal_bytes: u64, room_bytes: u64) -> Result<Self> {
+        Self::plan_with_keys(shape, journal_bytes, room_bytes, 0)
+    }
+
+    /// As above, with keys of this length.
+    pub fn plan_with_keys(shape: Shape, journal_bytes: u64, room_bytes: u64, keys: u64) -> Result<Self> {
         shape.check()?;
         let later = Shape { size: room_bytes.max(shape.size), ..shape };
         let len = |region| match region {
             Region::Journal => journal_bytes,
+            Region::Keys => keys.next_multiple_of(PAGE_LEN),
             Region::Table | Region::Zones => {
                 later.desired_len(region).min(shape.limit(region)).max(shape.desired_len(region))
             }
@@ -369,7 +388,7 @@ impl Places {
     /// `Corrupt` when they are impossible.
     pub fn checked(
         shape: Shape,
-        regions: [ImageSpan; 8],
+        regions: [ImageSpan; 9],
         data_offset: ImageOffset,
         parts: Parts,
     ) -> Result<Self> {
@@ -378,6 +397,7 @@ impl Places {
         }
         let places = Self { shape, regions, data_offset, parts };
         let mut seen: Vec<Region> = Vec::new();
+        let journal = places.region(Region::Journal);
         for region in Region::ALL {
             let span = places.region(region);
             let (need, limit) = (shape.need(region), shape.limit(region));
@@ -417,6 +437,9 @@ impl Places {
             {
                 return Err(Error::corrupt("the journal does not lie behind the other regions"));
             }
+            if region == Region::Keys && span.start() < places.home().end() && !journal.is_empty() {
+                return Err(Error::corrupt("the keys do not lie behind the journal"));
+            }
             seen.push(region);
         }
         if shape.layout == Layout::Linear
@@ -438,7 +461,7 @@ impl Places {
         self.regions[region as usize]
     }
 
-    pub(super) fn regions(&self) -> [ImageSpan; 8] {
+    pub(super) fn regions(&self) -> [ImageSpan; 9] {
         self.regions
     }
 
@@ -676,7 +699,8 @@ mod tests {
             ("zoned", shape(1 << 30, zoned(16, 26), None), MIB, [0, 0, 121, 2, 128, 3, 256], 2),
         ] {
             let places = Places::plan(shape, journal).unwrap();
-            let mut regions = Region::ALL.into_iter().filter(|region| *region != Region::Fast);
+            let mut regions =
+                Region::ALL.into_iter().filter(|region| !matches!(region, Region::Fast | Region::Keys));
             let pages = want.map(|_| places.region(regions.next().expect("seven")).len() / 4096);
             assert_eq!((pages, places.data_offset().bytes() / MIB), (want, data), "{name}");
             let mut at = HOME_START;

@@ -26,6 +26,7 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use vellum_core::{BlockSize, Error, GuestOffset, GuestSpan, ImageOffset, Result, SharedDisk, SharedStorage};
 
+use super::encryption_state::Encryption;
 use super::filled::FilledBlocks;
 use super::geometry::{Places, SUB_BLOCK};
 use super::home_pages::{HomePages, Missing};
@@ -60,8 +61,10 @@ pub struct Native {
     pub(super) tables: SharedStorage,
     /// The same storage, for the writes of checkpoints.
     pub(super) checkpoint_storage: SharedStorage,
-    /// The same storage, for guest data.
+    /// The same storage, for guest data as it is stored.
     pub(super) data: SharedStorage,
+    /// How guest data is stored.
+    pub(super) encryption: Encryption,
     /// The same storage, without the newer bytes that the journal has.
     pub(super) under: SharedStorage,
     /// The same storage, for zeros written ahead of need.

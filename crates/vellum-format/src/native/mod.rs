@@ -25,6 +25,7 @@
 //! | `resize` | another size for the disk |
 //! | [`unfinished`] | what an interrupted change of several steps leaves, and what opening does about it |
 //! | [`snapshots`] | views of the disk that no longer change |
+//! | `encrypted` with `encryption_state` | guest data that is stored encrypted |
 //! | `zones` with `zone_state`, `embedded_alloc` | zones and units that hold their own entries, until these are in the table |
 //! | `compact` | sparsely used zones, emptied in quiet times |
 //! | `ahead` | zones of a file, written with zeros ahead of need |
@@ -43,6 +44,8 @@ pub mod create;
 mod detach;
 pub mod embed;
 mod embedded_alloc;
+mod encrypted;
+mod encryption_state;
 mod fast_places;
 mod fill;
 mod fill_linear;

@@ -9,10 +9,12 @@ use std::time::Duration;
 use roaring::RoaringBitmap;
 use vellum_core::{
     BlockSize, Buffer, Clock, Context, Disk, Error, Extent, Filled, Filling, Geometry, GuestOffset,
-    GuestSpan, HostTally, LocalFuture, Result, Room, SharedDisk, SharedStorage, Tallied, WriteFlags,
+    GuestSpan, HostTally, LocalFuture, Offload, Result, Room, SharedDisk, SharedStorage, Tallied, WriteFlags,
     ZeroFlags,
 };
+use vellum_luks::SectorCipher;
 
+use super::encryption_state::Encryption;
 use super::geometry::{Layout, Places, Region};
 use super::home_pages::HomePages;
 use super::image::{LINEAR_CELL, Native, View};
@@ -41,6 +43,12 @@ pub struct OpenOptions {
     pub snapshot: Option<String>,
     /// Open the image without its base, to manage snapshots, not to read or write.
     pub without_base: bool,
+    /// What the data of an encrypted image is encrypted with.
+    pub cipher: Option<Arc<SectorCipher>>,
+    /// Open an encrypted image without that, to manage snapshots or its size, not to read or write.
+    pub without_key: bool,
+    /// Where long work of the cipher is done; on this thread, when not given.
+    pub offload: Option<Arc<dyn Offload>>,
     /// Counts what the image costs the host.
     pub tally: HostTally,
     /// The key of the journal's records, a number that no guest knows. Without one here the operating system
@@ -157,16 +165,23 @@ impl Native {
         let found = views.as_ref().and_then(Views::unfinished);
         let under = Tallied::shared(image.clone(), options.tally.data.clone());
         let (journal, data) = journal(&places, &under, options.journal_key, read_only);
+        let encryption =
+            Encryption::of(superblock, &data, options.cipher, options.without_key, options.offload)?;
         let voids_alone = journal.is_none() && !read_only && !outlives;
         let embeds = superblock.embeds() && units.is_some() && journal.is_some();
         let native = Arc::new(Self {
-            engine: Engine::new(image.name().to_owned(), geometry(&image, &places, read_only), options.clock),
+            engine: Engine::new(
+                image.name().to_owned(),
+                geometry(&image, superblock, &places, read_only),
+                options.clock,
+            ),
             superblocks: Arc::new(async_lock::Mutex::new(superblocks)),
             checkpoint_storage: Tallied::shared(image.clone(), options.tally.checkpoint.clone()),
             ahead: Tallied::shared(image.clone(), options.tally.prealloc.clone()),
             metadata,
             tables,
             data,
+            encryption,
             under,
             fills: options.fills.or_else(|| below.clone()),
             below,
@@ -209,7 +224,7 @@ impl Native {
 /// # Errors
 /// As for opening it read-write.
 pub async fn finish(image: &SharedStorage) -> Result<u64> {
-    let options = OpenOptions { without_base: true, ..OpenOptions::default() };
+    let options = OpenOptions { without_base: true, without_key: true, ..OpenOptions::default() };
     let native = Native::open(image.clone(), None, options).await?;
     native.close().await?;
     Ok(Superblocks::read(&**image).await?.superblock.size())
@@ -237,11 +252,12 @@ async fn read_places(
     Ok((places.resized(view.size)?, Some(view)))
 }
 
-fn geometry(image: &SharedStorage, places: &Places, read_only: bool) -> Geometry {
+fn geometry(image: &SharedStorage, superblock: &Superblock, places: &Places, read_only: bool) -> Geometry {
     let limits = image.limits();
+    let block = limits.block_size;
     Geometry {
         size: places.shape().size,
-        block_size: limits.block_size,
+        block_size: if superblock.is_encrypted() { block.max(BlockSize::SECTOR) } else { block },
         preferred_size: limits.physical_block.max(BlockSize::PAGE),
         read_only,
         fast_zeroes: limits.fast_zeroes,
@@ -430,7 +446,7 @@ impl Disk for Native {
                 None => None,
                 Some(tier) => Some(Box::pin(self.before_change(tier, span)).await?),
             };
-            self.write_span(span, data).await?;
+            self.write_any(span, data).await?;
             drop(unpromoted);
             if flags.fua { self.make_durable().await } else { Ok(()) }
         })
@@ -451,7 +467,7 @@ impl Disk for Native {
                 None => None,
                 Some(tier) => Some(Box::pin(self.before_change(tier, span)).await?),
             };
-            self.zero_span(span, flags).await?;
+            self.zero_any(span, flags).await?;
             drop(unpromoted);
             if flags.fua { self.make_durable().await } else { Ok(()) }
         })

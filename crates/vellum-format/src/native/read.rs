@@ -141,7 +141,7 @@ impl Native {
 
     async fn read_part(&self, at: GuestOffset, part: Part, mut buffer: Buffer) -> Result<Buffer> {
         match part.from {
-            Origin::Host(host) => self.data.read(host, buffer).await,
+            Origin::Host(host) => self.plain()?.read(host, buffer).await,
             Origin::Embedded(block) => self.read_embedded(at, block, buffer).await,
             Origin::Below => self.read_base(self.below.as_ref(), at, buffer).await,
             Origin::Broken => Err(self.broken(at)),
@@ -220,7 +220,7 @@ impl Native {
             }
             for run in runs {
                 let here = match run.is_data {
-                    true => Place::Data { storage: self.data.clone(), at: run.span.start() },
+                    true => Place::Data { storage: self.plain()?.clone(), at: run.span.start() },
                     false => hole(),
                 };
                 extents.push(Extent { span: place(run.span.start()).span(run.span.len()), place: here });
@@ -229,7 +229,7 @@ impl Native {
         }
         if !rest.is_empty() {
             let span = place(rest.start()).span(rest.len());
-            let place = Place::Data { storage: self.data.clone(), at: rest.start() };
+            let place = Place::Data { storage: self.plain()?.clone(), at: rest.start() };
             extents.push(Extent { span, place });
         }
         Ok(())

@@ -18,8 +18,8 @@
 //! 4. Nothing is made zero in a unit that a snapshot sees.
 
 use vellum_core::{
-    BlockSize, Context, Disk, Error, ErrorKind, GuestOffset, GuestSpan, ImageOffset, ImageSpan, Result,
-    SharedStorage, Zeroes,
+    BlockSize, Buffer, Context, Disk, Error, ErrorKind, GuestOffset, GuestSpan, ImageOffset, ImageSpan,
+    Result, SharedStorage, Zeroes,
 };
 
 use super::geometry::{Layout, Places, Shape};
@@ -149,7 +149,7 @@ async fn make_part(image: &SharedStorage, places: &Places, size: u64) -> Result<
 
 /// The first of `count` contiguous free units of a device.
 async fn free_run(image: &SharedStorage, count: u32) -> Result<u64> {
-    let options = OpenOptions { without_base: true, ..OpenOptions::default() };
+    let options = OpenOptions { without_base: true, without_key: true, ..OpenOptions::default() };
     let native = Native::open(image.clone(), None, options).await?;
     native.look_at_device().await?;
     let found = native.units().find_run(count);
@@ -165,14 +165,35 @@ async fn free_run(image: &SharedStorage, count: u32) -> Result<u64> {
     })
 }
 
+/// Whether these bytes, the rest of a unit, are zero.
+async fn reads_as_zero(image: &SharedStorage, span: ImageSpan) -> Result<bool> {
+    let len = usize::try_from(span.len()).expect("within a unit");
+    Ok(image.read(span.start(), Buffer::for_overwrite(len)).await?.is_zero())
+}
+
+fn without_key() -> Error {
+    Error::unsupported(
+        "it is encrypted, and a snapshot sees the unit in which the disk ends, which has bytes behind the end: delete the \
+         snapshots first, or copy the disk with `vellum convert`",
+    )
+}
+
 /// The part behind the disk's end of the stored unit in which the disk ends. That unit then belongs to the
 /// disk alone, and none of it is packed.
 async fn rest_of_last_unit(image: &SharedStorage, size: u64) -> Result<Option<ImageSpan>> {
-    let options = OpenOptions { without_base: true, ..OpenOptions::default() };
+    let options = OpenOptions { without_base: true, without_key: true, ..OpenOptions::default() };
     let native = Native::open(image.clone(), None, options).await?;
     let unit = native.unit().expect("it has a table");
     let (last, end) = (unit.cluster_of(GuestOffset::new(size)), GuestOffset::new(size));
     let start = GuestOffset::new(last.index() << unit.shift());
+    if native.is_locked() && native.find(|| native.is_held(last.index())).await? {
+        // A copy would have to be encrypted for its new place.
+        let rest = native.find(|| native.entry(last.index())).await?;
+        let rest = native.inside(native.places.unit(rest).split_at(unit.within(end)).1);
+        let is_zero = reads_as_zero(image, rest).await?;
+        native.close().await?;
+        return if is_zero { Ok(None) } else { Err(without_key()) };
+    }
     native.unshare(GuestSpan::between(start, end)).await?;
     if native.places.shape().zone().is_some() {
         let _inside = native.engine.epochs.enter();

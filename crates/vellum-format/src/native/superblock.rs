@@ -18,6 +18,10 @@
 //!  ├──────────────────────────────────────────────────┼────────────────┼──────────────────────────────┼────┼────┼──────
 //!  │ session: id of the cache, number, its generation │ fast: at, len  │ id of the medium, number, gen│ len│zero│ name
 //!  └──────────────────────────────────────────────────┴────────────────┴──────────────────────────────┴────┴────┴──────
+//!  2728            2744
+//!  ├───────────────┼──────
+//!  │ keys: at, len │ zero
+//!  └───────────────┴──────
 //! ```
 //!
 //! 1. [`Superblock::parse`] is the only way in. After it no region exceeds its limits or overlaps another
@@ -35,6 +39,7 @@ use super::geometry::{Layout, Places, Region, Shape};
 use super::parts::{PARTS_MAX, Part, Parts};
 use crate::bytes::{be32, be64, put32, put64};
 use crate::handover::Handover;
+use crate::luks::KeyArea;
 use crate::session::{CacheId, Session, SessionState};
 use crate::truth::reconcile;
 use crate::wish::Wish;
@@ -46,8 +51,10 @@ pub(crate) const VERSION: u32 = 1;
 pub(crate) const SUPERBLOCK_LEN: usize = 4096;
 
 mod fast;
+mod texts;
 
 use fast::Fast;
+use texts::{base, pin, put_text};
 
 mod field {
     use crate::fast::FAST_NAME_MAX;
@@ -91,6 +98,8 @@ mod field {
     pub(super) const FAST_NAME_LEN: usize = 2208;
     pub(super) const FAST_NAME: usize = 2216;
     pub(super) const FAST_END: usize = FAST_NAME + FAST_NAME_MAX;
+    /// Offset and length of the region with the keys of an encrypted image.
+    pub(super) const KEYS: usize = 2728;
 }
 
 /// Longest name of a base, in bytes.
@@ -111,8 +120,19 @@ mod incompatible {
     pub(super) const HOLDS_WRITES: u64 = 1 << 8;
     /// A session counts, and the image has no journal whose generation would make it void.
     pub(super) const SESSION: u64 = 1 << 9;
-    pub(super) const KNOWN: u64 =
-        REPLAY | TABLE | BASE | SNAPSHOTS | ZONED | PARTS | CLONED | HANDOVER | HOLDS_WRITES | SESSION;
+    /// Guest data is encrypted.
+    pub(super) const ENCRYPTED: u64 = 1 << 10;
+    pub(super) const KNOWN: u64 = REPLAY
+        | TABLE
+        | BASE
+        | SNAPSHOTS
+        | ZONED
+        | PARTS
+        | CLONED
+        | HANDOVER
+        | HOLDS_WRITES
+        | SESSION
+        | ENCRYPTED;
 }
 
 /// Compatible features: a program that does not know one may ignore it.
@@ -137,6 +157,7 @@ fn place_of(region: Region) -> usize {
         Region::Journal => 5,
         Region::Zones => return field::ZONES,
         Region::Fast => return field::FAST,
+        Region::Keys => return field::KEYS,
     };
     field::REGIONS + 16 * index
 }
@@ -265,7 +286,7 @@ impl Superblock {
             key: None,
             has_snapshots: false,
             has_clones: false,
-            embeds: places.shape().zone().is_some(),
+            embeds: places.shape().zone().is_some() && places.region(Region::Keys).is_empty(),
             wish: Wish::default(),
             handover: None,
             session: None,
@@ -295,12 +316,15 @@ impl Superblock {
         refuse_unknown_features(features)?;
         let shape = shape(&*page, features)?;
         shape.check().map_err(|error| error.with_kind(vellum_core::ErrorKind::Corrupt))?;
-        let mut regions = [ImageOffset::ZERO.span(0); 8];
-        let has_fast = be64(&*page, field::COMPATIBLE) & compatible::FAST != 0;
+        let mut regions = [ImageOffset::ZERO.span(0); 9];
+        let is_encrypted = features & incompatible::ENCRYPTED != 0;
+        // A medium that this program could not use may be ignored: its bits become void with the first change.
+        let has_fast = be64(&*page, field::COMPATIBLE) & compatible::FAST != 0 && !is_encrypted;
         let has_zones = shape.zone().is_some();
         let is_there = |region: &Region| match region {
             Region::Zones => has_zones,
             Region::Fast => has_fast,
+            Region::Keys => is_encrypted,
             _ => true,
         };
         for region in Region::ALL.into_iter().filter(is_there) {
@@ -329,6 +353,9 @@ impl Superblock {
         let fast = if has_fast { Some(Fast::parse(&*page)?) } else { None };
         if has_fast && places.region(Region::Fast).is_empty() {
             return Err(Error::corrupt("it names a fast medium, and has no bits of units there"));
+        }
+        if is_encrypted && places.region(Region::Keys).is_empty() {
+            return Err(Error::corrupt("it is encrypted, and has no keys"));
         }
         let superblock = Self {
             sequence: be64(&*page, field::SEQUENCE),
@@ -378,6 +405,10 @@ impl Superblock {
                 self.has_clones && !self.has_snapshots,
                 "there are clones of snapshots, but there has been no snapshot",
             ),
+            (
+                self.embeds && self.is_encrypted(),
+                "it is encrypted, and its units may hold their own entries, which no encrypted image has",
+            ),
             (self.sequence == 0 || self.sequence == u64::MAX, "the sequence is impossible"),
             (self.generation == u64::MAX, "the generation is impossible"),
         ];
@@ -417,6 +448,7 @@ impl Superblock {
             (self.key.is_some(), incompatible::REPLAY),
             (layout.has_table(), incompatible::TABLE),
             (matches!(layout, Layout::Zoned { .. }), incompatible::ZONED),
+            (self.is_encrypted(), incompatible::ENCRYPTED),
             (self.base.is_some(), incompatible::BASE),
             (self.has_snapshots, incompatible::SNAPSHOTS),
             (self.has_clones, incompatible::CLONED),
@@ -455,7 +487,7 @@ impl Superblock {
         put64(bytes, field::BASE_BYTES, base_bytes.unwrap_or(0));
         for region in Region::ALL {
             let span = self.places.region(region);
-            if matches!(region, Region::Zones | Region::Fast) && span.is_empty() {
+            if matches!(region, Region::Zones | Region::Fast | Region::Keys) && span.is_empty() {
                 continue; // an image without them leaves these bytes as they are
             }
             put64(bytes, place_of(region), span.start().bytes());
@@ -506,6 +538,16 @@ impl Superblock {
     /// The image's own UUID.
     pub fn uuid(&self) -> [u8; 16] {
         self.uuid
+    }
+
+    /// Whether guest data is encrypted.
+    pub fn is_encrypted(&self) -> bool {
+        !self.places.region(Region::Keys).is_empty()
+    }
+
+    /// Where the keys of an encrypted image are.
+    pub fn key_area(&self) -> Option<KeyArea> {
+        self.is_encrypted().then(|| KeyArea { span: self.places.region(Region::Keys) })
     }
 
     /// The base, if the image has one.
@@ -748,36 +790,6 @@ fn parts(page: &[u8]) -> Parts {
         let [at, table_len, zones_len] = [0, 8, 16].map(|field| be64(page, at + field));
         Part { at: ImageOffset::new(at), table_len, zones_len }
     })
-}
-
-fn base(page: &[u8]) -> Result<Base> {
-    let name = text(page, field::NAME_LEN, field::NAME, NAME_MAX, "name of the base")?;
-    if name.is_empty() {
-        return Err(Error::corrupt("there is a base without a name"));
-    }
-    let format = text(page, field::FORMAT_LEN, field::FORMAT, FORMAT_MAX, "format of the base")?;
-    Ok(Base { name, format: Some(format).filter(|format| !format.is_empty()) })
-}
-
-fn pin(page: &[u8]) -> Result<Option<Pin>> {
-    let text = text(page, field::PIN_LEN, field::PIN, Pin::BYTES_MAX, "pin of the base")?;
-    if text.is_empty() { Ok(None) } else { Pin::parse(&text).map(Some) }
-}
-
-fn text(page: &[u8], len_at: usize, at: usize, max: usize, what: &str) -> Result<String> {
-    let len = be32(page, len_at) as usize;
-    if len > max {
-        return Err(Error::corrupt(format!("the {what} has {len} bytes, at most {max} are possible")));
-    }
-    match String::from_utf8(page[at..at + len].to_vec()) {
-        Ok(text) if !text.contains('\0') => Ok(text),
-        _ => Err(Error::corrupt(format!("the {what} is not valid text"))),
-    }
-}
-
-fn put_text(bytes: &mut [u8], len_at: usize, at: usize, text: &str) {
-    put32(bytes, len_at, u32::try_from(text.len()).expect("checked when it came in"));
-    bytes[at..at + text.len()].copy_from_slice(text.as_bytes());
 }
 
 #[cfg(test)]

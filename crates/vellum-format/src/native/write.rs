@@ -198,7 +198,7 @@ impl Native {
         match self.find(|| self.sub(SUB_BLOCK.cluster_of(span.start()).index())).await? {
             // Nobody makes it zero meanwhile: the part is claimed.
             Sub::Base if self.filled.has(self.places.shape().block.cluster_of(span.start()).index()) => {
-                self.data.read(self.places.linear(span.start()), buffer).await
+                self.plain()?.read(self.places.linear(span.start()), buffer).await
             }
             Sub::Base => self.read_base(self.fills.as_ref(), span.start(), buffer).await,
             Sub::Zero => {
@@ -228,6 +228,10 @@ impl Writer for Native {
 
     fn cell(&self) -> BlockSize {
         self.cell
+    }
+
+    async fn as_stored(&self, at: ImageOffset, data: Buffer) -> Result<Buffer> {
+        self.stored(at, data).await
     }
 
     fn checks_together(&self) -> BlockSize {

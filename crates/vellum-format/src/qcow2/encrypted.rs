@@ -14,43 +14,19 @@
 //! 2. Space that reads as zero on the host does not read as zero in the disk. So no fill is left out because a fresh
 //!    cluster is zero.
 //! 3. Metadata and compressed clusters are not encrypted, as in QEMU.
-//! 4. A part of a sector is written with the rest of it (`sector_parts.rs`).
+//! 4. A part of a sector is written with the rest of it (`luks/sector_parts.rs`).
 //!
 //! See `docs/design/0020-encryption.md`.
 
 use std::sync::Arc;
 
-use vellum_core::{BlockSize, Buffer, Error, ImageOffset, Offload, Result, SharedStorage};
+use vellum_core::{BlockSize, Buffer, Error, GuestSpan, Result, SharedStorage};
 use vellum_luks::SectorCipher;
 
 use super::header::{Encryption, Header};
+use super::image::Qcow2;
 use crate::image::OpenOptions;
-use crate::luks::{Ciphered, KeyArea, Unlock, seal};
-use crate::shared_or_alone::SharedOrAlone;
-
-/// What an open image has for its encryption.
-pub(crate) struct Encrypted {
-    cipher: Arc<SectorCipher>,
-    offload: Arc<dyn Offload>,
-    /// Shared by changes of whole sectors, held alone by those of parts.
-    pub(super) parts: SharedOrAlone,
-}
-
-impl Encrypted {
-    pub(crate) fn new(cipher: Arc<SectorCipher>, offload: Arc<dyn Offload>) -> Self {
-        Self { cipher, offload, parts: SharedOrAlone::default() }
-    }
-
-    /// The storage of guest data as it reads without encryption.
-    pub(crate) fn plain(&self, data: SharedStorage) -> SharedStorage {
-        Arc::new(Ciphered::all_of(data, self.cipher.clone(), self.offload.clone()))
-    }
-
-    /// The bytes as they are stored at this place: a copy.
-    pub(crate) async fn seal(&self, at: ImageOffset, data: &Buffer) -> Buffer {
-        seal(&self.cipher, &self.offload, at, data).await
-    }
-}
+use crate::luks::{KeyArea, Unlock, WholeSectors};
 
 /// The cipher of an image, if it is encrypted.
 ///
@@ -95,4 +71,18 @@ pub(crate) fn check(header: &Header, size: u64, has_cipher: bool) -> Result<()> 
         )));
     }
     Ok(())
+}
+
+impl WholeSectors for Qcow2 {
+    fn name_of_disk(&self) -> &str {
+        &self.engine.name
+    }
+
+    async fn read_whole(&self, span: GuestSpan, buffer: Buffer) -> Result<Buffer> {
+        self.read_span(span, buffer).await
+    }
+
+    async fn write_whole(&self, span: GuestSpan, data: Buffer) -> Result<()> {
+        self.write_sectors(span, data).await
+    }
 }

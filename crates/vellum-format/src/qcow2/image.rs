@@ -33,7 +33,6 @@ use vellum_core::{
 use super::bitmaps::track::Tracking;
 use super::compressed::Decompressor;
 use super::contradiction::Contradiction;
-use super::encrypted::Encrypted;
 use super::entry::{ClusterState, Entries, Words};
 use super::header::Header;
 use super::header_state::HeaderState;
@@ -47,6 +46,7 @@ use super::quarantine::Quarantine;
 use super::refcount::{Look, RefcountPage, Refcounts, Run, Stop};
 use crate::engine::{Commit as _, Engine};
 use crate::keyed::KeyedLocks;
+use crate::luks::GuestCipher;
 use crate::perturb;
 use crate::session::CacheId;
 use crate::state::lock;
@@ -75,7 +75,7 @@ pub struct Qcow2 {
     /// As above, for reading what is not encrypted there: the same storage, where nothing is.
     pub(crate) plain: SharedStorage,
     /// How guest data is encrypted, if it is.
-    pub(crate) encrypted: Option<Encrypted>,
+    pub(crate) encrypted: Option<GuestCipher>,
     pub(crate) has_data_file: bool,
     pub(crate) below: Option<SharedDisk>,
     /// The same, for reads that complete a cluster.

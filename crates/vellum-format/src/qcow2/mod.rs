@@ -78,7 +78,6 @@ mod read;
 mod refcount;
 mod references;
 mod resize;
-mod sector_parts;
 mod session;
 mod shadow;
 pub mod snapshot;

@@ -17,7 +17,7 @@ use vellum_luks::SectorCipher;
 use super::bitmaps::track::Tracking;
 use super::check;
 use super::compressed::Decompressor;
-use super::encrypted::{self, Encrypted};
+use super::encrypted;
 use super::entry::Entries;
 use super::header::Header;
 use super::header_state::HeaderState;
@@ -36,6 +36,7 @@ use crate::handover::may_change;
 use crate::hash::HashSet;
 use crate::image::{CachedTables, Files, MAPPING_BYTES_DEFAULT};
 use crate::journal::record::{BYTES_MAX, BYTES_MIN};
+use crate::luks::{GuestCipher, Unwritten};
 use crate::session::{CacheId, may_use};
 use crate::state::lock;
 use crate::truth::settle;
@@ -133,7 +134,8 @@ impl Qcow2 {
             None => Tracking::default(),
         };
         let cipher = options.cipher.filter(|_| header.encryption().is_some());
-        let encrypted = cipher.map(|cipher| Encrypted::new(cipher, options.offload.clone()));
+        let encrypted =
+            cipher.map(|cipher| GuestCipher::new(cipher, Unwritten::Random, options.offload.clone()));
         let (cluster, entries) = (header.cluster_size(), Entries::of(&header));
         let block = data.limits().block_size;
         let geometry = Geometry {

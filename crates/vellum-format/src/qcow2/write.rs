@@ -23,6 +23,7 @@ use super::plan::{Plan, Segment, Source, Target, plan_write, published};
 use super::refcount::Run;
 use crate::claims::{Fresh, Held};
 use crate::engine::{self, Pieces, Runs, Space, Way, Write as _, Writer, place_fresh};
+use crate::luks::WholeSectors as _;
 
 /// A write that must allocate is done in pieces of at most this many clusters.
 const CLUSTERS_AT_ONCE: u64 = 512;
@@ -282,9 +283,9 @@ impl Writer for Qcow2 {
         self.cluster
     }
 
-    async fn as_stored(&self, at: ImageOffset, data: Buffer) -> Buffer {
+    async fn as_stored(&self, at: ImageOffset, data: Buffer) -> Result<Buffer> {
         match &self.encrypted {
-            None => data,
+            None => Ok(data),
             Some(encrypted) => Box::pin(encrypted.seal(at, &data)).await,
         }
     }

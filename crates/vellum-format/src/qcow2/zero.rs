@@ -18,6 +18,7 @@ use super::entry::{ClusterState, Units};
 use super::image::Qcow2;
 use super::late::Done;
 use crate::engine::{Commit as _, Write as _};
+use crate::luks::WholeSectors as _;
 
 /// Zeros are written as data in pieces of this many bytes.
 const WRITTEN_AT_ONCE: u64 = 1 << 20;

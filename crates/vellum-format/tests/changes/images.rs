@@ -20,7 +20,7 @@ use vellum_format::report::Repair;
 use vellum_sim::Content;
 use vellum_sim::explore::{Care, Depth, Medium, Offline};
 
-use crate::common::native::{NativeSetup, look_native};
+use crate::common::native::{NativeSetup, look_native, opening};
 use crate::common::{base, scale};
 use crate::device::Device;
 
@@ -170,7 +170,7 @@ pub(crate) struct Change {
 }
 
 fn options() -> OpenOptions {
-    OpenOptions { journal_key: Some(1), ..OpenOptions::default() }
+    OpenOptions { journal_key: Some(1), ..opening() }
 }
 
 /// What becomes of an image.

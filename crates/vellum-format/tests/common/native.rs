@@ -9,7 +9,7 @@ use vellum_format::report::{CheckReport, Repair};
 use vellum_sim::{Content, Drive, DriveOptions, World};
 
 use super::sim::Setup;
-use super::{SIZE, base};
+use super::{SIZE, base, keys};
 
 /// One kind of image under test.
 #[derive(Clone)]
@@ -67,6 +67,13 @@ impl NativeSetup {
         self
     }
 
+    /// The same image, encrypted, under this name.
+    pub(crate) fn encrypted(mut self, name: &'static str) -> Self {
+        self.name = name;
+        self.options.encryption = Some(keys().0.clone());
+        self
+    }
+
     /// What the empty disk reads as.
     pub(crate) fn content(&self) -> Content {
         // Zeros take no memory.
@@ -103,7 +110,7 @@ impl NativeSetup {
 
     pub(crate) async fn open(&self, drive: &Arc<Drive>) -> Result<Arc<Native>> {
         let image: SharedStorage = drive.clone();
-        let options = OpenOptions { journal_key: Some(1), ..OpenOptions::default() };
+        let options = OpenOptions { journal_key: Some(1), ..opening() };
         Native::open(image, self.below(), options).await
     }
 }
@@ -136,6 +143,25 @@ impl Setup for NativeSetup {
     async fn look(&self, image: &SharedStorage) -> Result<(CheckReport, Vec<String>)> {
         look_native(image).await
     }
+}
+
+/// With the key of images that are encrypted.
+pub(crate) fn opening() -> OpenOptions {
+    OpenOptions { cipher: Some(keys().1.clone()), ..OpenOptions::default() }
+}
+
+pub(crate) fn encrypted_setups() -> Vec<NativeSetup> {
+    let k = |kib: u64| kib << 10;
+    vec![
+        NativeSetup::linear("", SIZE).encrypted("encrypted, linear"),
+        NativeSetup::linear("", SIZE).over(base(), k(16)).encrypted("encrypted, linear over a base"),
+        NativeSetup::table("", SIZE, k(64)).encrypted("encrypted, table"),
+        NativeSetup::table("", SIZE, k(64)).over(base(), k(16)).encrypted("encrypted, table over a base"),
+        NativeSetup::zoned("", SIZE, k(64), k(1024)).encrypted("encrypted, zoned"),
+        NativeSetup::zoned("", SIZE, k(64), k(1024))
+            .over(base(), k(16))
+            .encrypted("encrypted, zoned over a base"),
+    ]
 }
 
 pub(crate) fn native_setups() -> Vec<NativeSetup> {

@@ -5,12 +5,13 @@
 use vellum_core::{Disk, ErrorKind, GuestOffset, ZeroFlags};
 use vellum_sim::{Fault, FaultPlan, Operation, Repeat, World};
 
-use super::common::native::{NativeSetup, native_setups};
+use super::common::native::{NativeSetup, encrypted_setups, native_setups};
 use super::common::{busy_drive, sim};
 
 #[test]
 fn the_contract_holds_when_the_drive_answers_in_any_order() {
     sim::contract_in_any_order(&native_setups());
+    sim::contract_in_any_order(&encrypted_setups());
 }
 
 /// A long write is done in pieces. Wherever it begins, no piece ends within a sector: a kill between two of
@@ -33,6 +34,7 @@ fn a_kill_between_the_pieces_of_a_long_write_tears_no_sector() {
 #[test]
 fn crashes_of_a_busy_image() {
     sim::crashes_of_a_busy_image(&native_setups());
+    sim::crashes_of_a_busy_image(&encrypted_setups());
 }
 
 /// The Nth host operation fails, for every N, once and forever, with and without space: no wrong byte after
@@ -41,6 +43,7 @@ fn crashes_of_a_busy_image() {
 fn every_host_operation_fails_once() {
     let allocating = Operation::Write | Operation::WriteZeroes | Operation::Preallocate;
     sim::every_host_operation_fails(&native_setups(), allocating, 15);
+    sim::every_host_operation_fails(&encrypted_setups(), allocating, 15);
 }
 
 /// Zeros over a base need no space but that of the masks. Where the host is full the request says so, and the

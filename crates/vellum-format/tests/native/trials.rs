@@ -7,7 +7,7 @@ use vellum_core::{Buffer, Disk, ErrorKind, GuestOffset, MemoryStorage, Random, S
 use vellum_format::native::{Native, OpenOptions, create};
 use vellum_sim::{Drive, DriveOptions, Effect, Fault, FaultPlan, Operation, Repeat, World};
 
-use super::common::native::{NativeSetup, look_native};
+use super::common::native::{NativeSetup, look_native, opening};
 use super::common::{SIZE, base, busy_drive, noise};
 use super::host::FullHost;
 use super::late::{Fate, Late};
@@ -169,13 +169,14 @@ pub(crate) fn setups() -> Vec<NativeSetup> {
         NativeSetup::table("table", SIZE, k(64)),
         NativeSetup::table("table, large units", 3 << 20, 1 << 20),
         NativeSetup::table("table over a base", SIZE, k(64)).over(base(), k(16)),
+        NativeSetup::table("", SIZE, k(64)).over(base(), k(16)).encrypted("encrypted, table over a base"),
         NativeSetup::zoned("zoned", SIZE, k(64), k(256)),
         NativeSetup::zoned("zoned over a base", SIZE, k(64), k(256)).over(base(), k(16)),
     ]
 }
 
 pub(crate) fn options() -> OpenOptions {
-    OpenOptions { journal_key: Some(1), ..OpenOptions::default() }
+    OpenOptions { journal_key: Some(1), ..opening() }
 }
 
 pub(crate) fn model_of(setup: &NativeSetup) -> Vec<u8> {

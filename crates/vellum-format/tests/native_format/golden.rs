@@ -19,8 +19,8 @@ use vellum_format::native::{OpenOptions, Superblocks, recover};
 use vellum_format::session::{CacheId, Session, SessionNumber, SessionState, Sessions};
 
 use super::samples::{
-    Dir, base_bytes, content, content_of, grown, half_deleted, kinds, open, open_with, other_hash, own_code,
-    snapped, used,
+    Dir, base_bytes, content, content_of, encrypted_kinds, grown, half_deleted, kinds, open, open_with,
+    other_hash, own_code, snapped, used,
 };
 
 pub fn directory() -> PathBuf {
@@ -85,6 +85,15 @@ fn images() -> Vec<(String, Vec<u8>)> {
         images.push((format!("{name}-fast"), with_fast(&image, true).0));
         let (image, _) = used(&options, seed, 40, true);
         images.push((format!("{name}-fast-not-closed"), with_fast(&image, false).0));
+    }
+    for (seed, (name, options)) in (141..).zip(encrypted_kinds()) {
+        if ["linear-base-encrypted", "table-base-encrypted"].contains(&name) {
+            // Little of it is compressed here.
+            let (image, _) = used(&options, seed, 6, true);
+            images.push((name.to_owned(), image.content().to_vec()));
+            let (image, _) = used(&options, seed + 10, 6, false);
+            images.push((format!("{name}-not-closed"), image.content().to_vec()));
+        }
     }
     images
 }
@@ -194,7 +203,9 @@ fn golden_images_open_for_ever() {
         let (name, snapshot) =
             what.split_once('@').map_or((what, None), |(name, snapshot)| (name, Some(snapshot)));
         let packed = std::fs::read(directory().join(format!("{name}.vlm.zst"))).expect("a golden image");
-        assert!(packed.len() <= 50 << 10, "{name}: {} bytes", packed.len());
+        // The material of a key alone has 125 KiB.
+        let most = if name.contains("-encrypted") { 500 << 10 } else { 50 << 10 };
+        assert!(packed.len() <= most, "{name}: {} bytes", packed.len());
         let image = zstd::decode_all(&packed[..]).expect("it is packed by zstd");
         let (mut disk, recovered) = disk_of(&image);
         let recorded = block_on(Superblocks::read(&*MemoryStorage::holding("image", &recovered)));
@@ -202,6 +213,7 @@ fn golden_images_open_for_ever() {
         let moved = Some(Handover::Moved(number())).filter(|_| name.ends_with("-moved"));
         assert_eq!(recorded.handover(), moved, "{name}");
         assert_eq!(Head::session(&recorded), session(name), "{name}");
+        assert_eq!(recorded.is_encrypted(), name.contains("-encrypted"), "{name}");
         let fast = Head::fast(&recorded).map(|fast| (fast.id, fast.counts));
         let expected = name.contains("-fast").then(|| (fast_id(), true));
         assert_eq!(fast, expected, "{name}");

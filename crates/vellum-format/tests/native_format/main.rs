@@ -9,6 +9,8 @@
 
 #![allow(unreachable_pub, reason = "the modules of a test are its own")]
 
+#[path = "../common/mod.rs"]
+mod common;
 mod golden;
 mod golden_fast;
 mod opinions;

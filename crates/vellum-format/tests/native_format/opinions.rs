@@ -7,7 +7,8 @@ use vellum_format::native::parts::Part;
 use vellum_format::native::{Places, Region, Superblocks};
 
 use super::samples::{
-    Dir, base_bytes, content, grown, kinds, other_checker, other_codes, other_hash, own_code, snapped, used,
+    Dir, base_bytes, content, encrypted_kinds, grown, kinds, other_checker, other_codes, other_hash,
+    own_code, snapped, used,
 };
 
 /// How much longer than usual random tests run: the soak sets it.
@@ -19,7 +20,7 @@ fn scale() -> u64 {
 fn both_read_the_same_bytes() {
     let dir = Dir::new("native-bytes");
     let base = dir.put("base.raw", &base_bytes());
-    for (name, options) in kinds() {
+    for (name, options) in kinds().into_iter().chain(encrypted_kinds()) {
         for seed in 0..2 * scale() {
             let (storage, model) = used(&options, seed, 30, true);
             assert!(content(&storage) == model, "{name}, seed {seed}: it reads as something else");
@@ -45,7 +46,7 @@ fn both_say_the_same_of_sound_and_of_broken_images() {
     }
     let dir = Dir::new("native-opinions");
     let mut counts = [0; 4];
-    for (name, options) in kinds() {
+    for (name, options) in kinds().into_iter().chain(encrypted_kinds()) {
         let (storage, _) = used(&options, 3, 30, true);
         let sound = storage.content().to_vec();
         let places =
@@ -131,8 +132,9 @@ fn poked(sound: &[u8], places: &Places, seed: u64) -> Vec<u8> {
     let mut random = Random::from_seed(seed);
     let mut bytes = sound.to_vec();
     for _ in 0..1 + random.below(3) {
-        let region = match random.below(12) {
+        let region = match random.below(13) {
             0 | 1 => None,
+            12 => Some(Region::Keys),
             2 | 3 => Some(Region::Bitmap),
             4 | 5 => Some(Region::Masks),
             6 | 7 => Some(Region::Table),
@@ -206,7 +208,8 @@ fn both_say_the_same_of_snapshots() {
 fn both_find_nothing_wrong_with_snapshots_that_were_made() {
     let dir = Dir::new("native-made-snapshots");
     let base = dir.put("base.raw", &base_bytes());
-    for (name, options) in &kinds()[2..] {
+    let encrypted = encrypted_kinds();
+    for (name, options) in kinds()[2..].iter().chain(&encrypted[2..]) {
         for seed in 0..6 * scale() {
             let (storage, model) = snapped(options, seed);
             let bytes = storage.content().to_vec();

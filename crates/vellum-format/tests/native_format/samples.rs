@@ -16,6 +16,8 @@ use vellum_format::native::snapshots::revert;
 use vellum_format::native::{CreateOptions, Native, NewBase, OpenOptions, Superblocks, create, resize};
 use vellum_format::report::Repair;
 
+use crate::common::{SECRET, keys};
+
 pub const SIZE: u64 = (1 << 20) + 512;
 const BASE_SIZE: usize = 700_000;
 
@@ -58,6 +60,14 @@ pub fn kinds() -> [(&'static str, CreateOptions); 6] {
     ]
 }
 
+/// Some of them encrypted. The secret is `SECRET`.
+pub fn encrypted_kinds() -> Vec<(&'static str, CreateOptions)> {
+    let names = ["linear-encrypted", "linear-base-encrypted", "table-encrypted", "table-base-encrypted"];
+    let names = names.into_iter().chain(["zoned-encrypted", "zoned-base-encrypted"]);
+    let encrypted = |options| CreateOptions { encryption: Some(keys().0.clone()), ..options };
+    names.zip(kinds()).map(|(name, (_, options))| (name, encrypted(options))).collect()
+}
+
 pub async fn open(storage: &Arc<MemoryStorage>, read_only: bool) -> Result<Arc<Native>> {
     open_with(storage, OpenOptions { read_only, ..OpenOptions::default() }).await
 }
@@ -67,7 +77,8 @@ pub async fn open_with(storage: &Arc<MemoryStorage>, options: OpenOptions) -> Re
     let superblock = Superblocks::read(&**storage).await?.superblock;
     let has_base = superblock.base().is_some();
     let flash = options.flash.or(superblock.session().map(|session| session.cache));
-    let options = OpenOptions { journal_key: Some(0x1234_5678), flash, ..options };
+    let options =
+        OpenOptions { journal_key: Some(0x1234_5678), flash, cipher: Some(keys().1.clone()), ..options };
     Native::open(storage.clone(), has_base.then(base), options).await
 }
 
@@ -163,8 +174,9 @@ pub fn snapped(options: &CreateOptions, seed: u64) -> (Arc<MemoryStorage>, Vec<u
                 3 if !kept.is_empty() && random.one_in(2) => {
                     disk.close().await.expect("closed");
                     let (name, then) = &kept[random.index(kept.len())];
-                    let without_base = OpenOptions { without_base: true, ..OpenOptions::default() };
-                    revert(storage.clone(), None, without_base, name).await.expect("gone back");
+                    let alone =
+                        OpenOptions { without_base: true, without_key: true, ..OpenOptions::default() };
+                    revert(storage.clone(), None, alone, name).await.expect("gone back");
                     model.clone_from(then);
                     disk = open(&storage, false).await.expect("a sound image");
                 }
@@ -306,6 +318,9 @@ pub fn other_codes(paths: &[PathBuf]) -> Option<(Vec<i32>, String)> {
 /// The SHA-256 of the disk's bytes, or of a snapshot's, by the other checker.
 pub fn other_hash(image: &Path, base: Option<&Path>, snapshot: Option<&str>) -> Option<String> {
     let mut command = other_checker()?;
+    let secret = image.with_extension("secret");
+    std::fs::write(&secret, SECRET).expect("a file");
+    command.arg("--secret").arg(&secret);
     if let Some(snapshot) = snapshot {
         command.args(["--snapshot", snapshot]);
     }

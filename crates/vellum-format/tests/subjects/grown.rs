@@ -16,6 +16,7 @@ use vellum_format::native::{Native, OpenOptions, Superblocks, resize};
 use vellum_sim::{ForwardDisk, Forwarding};
 
 use super::device::Device;
+use crate::common::native::opening;
 
 /// How large the disk is, one opening after the other, and how long its device; in a file there is none.
 #[derive(Clone, Copy)]
@@ -50,7 +51,7 @@ impl Grows {
         let medium = self.medium(image, has_zones, number + 1, number + 1);
         let Some(larger) = self.sizes.get(number + 1) else { return Ok(medium) };
         // An interrupted change is finished, as by `resize` itself, without randomness.
-        let options = OpenOptions { journal_key: Some(1), without_base: true, ..OpenOptions::default() };
+        let options = OpenOptions { journal_key: Some(1), without_base: true, ..opening() };
         Native::open(medium.clone(), None, options).await?.close().await?;
         resize(&medium, *larger, false).await?;
         Ok(self.medium(image, has_zones, number + 1, number + 2))
@@ -63,7 +64,7 @@ impl Grows {
         below: Option<SharedDisk>,
     ) -> std::result::Result<(), String> {
         let looked = async {
-            let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+            let options = OpenOptions { read_only: true, ..opening() };
             let disk = Native::open(image.clone(), below, options).await?;
             let (seen, size) = (self.seen(), disk.geometry().size);
             for at in [seen, seen + (64 << 10), 66 << 20, size / 2, size.saturating_sub(64 << 10)] {

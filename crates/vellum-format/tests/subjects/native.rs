@@ -11,7 +11,7 @@ use super::device::Device;
 use super::grown::{Grows, Seen};
 use super::snapped::{self, BOOK, Snapped};
 use crate::common::base;
-use crate::common::native::{NativeSetup, look_native};
+use crate::common::native::{NativeSetup, look_native, opening};
 use crate::common::tended::Tended;
 
 /// Behind the base, over it, both in the unit in which it ends; a unit behind it, one over it, and that one
@@ -345,6 +345,13 @@ impl NativeSubject {
         Self { device: Some((1 << 20) + (7 << 16)), ..Self::new(setup, 128 << 10) }
     }
 
+    /// The same, encrypted, under this name.
+    pub(crate) fn encrypted(self, name: &'static str) -> Self {
+        // The keys take a mebibyte.
+        let device = self.device.map(|len| len + (1 << 20));
+        Self { setup: self.setup.encrypted(name), device, ..self }
+    }
+
     /// Whether all of the disk is soon read.
     pub(crate) fn is_small(&self) -> bool {
         self.setup.options.size < 16 << 20
@@ -427,7 +434,7 @@ impl Subject for NativeSubject {
                 journal_key: Some(1),
                 prealloc: self.prealloc,
                 compaction: self.compaction,
-                ..OpenOptions::default()
+                ..opening()
             };
             let medium = match &self.grows {
                 Some(grows) => grows.grow(&image, self.setup.options.has_zones).await?,

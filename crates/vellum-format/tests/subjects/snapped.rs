@@ -24,6 +24,8 @@ use vellum_format::native::snapshots::snapshots;
 use vellum_format::native::{Native, OpenOptions};
 use vellum_sim::{ForwardDisk, Forwarding};
 
+use crate::common::native::opening;
+
 /// The request that stands for one snapshot more, or for one less.
 const ASKS: u64 = 64 << 10;
 /// What the book takes of the disk, at its end: 128 snapshots.
@@ -175,7 +177,7 @@ pub(crate) async fn verify(
     let cloned: Vec<u32> = all.iter().filter(|one| one.is_cloned).map(|one| one.id).collect();
     let open = async |snapshot: Option<u32>| {
         let snapshot = snapshot.map(|id| id.to_string());
-        let options = OpenOptions { snapshot, read_only: true, ..OpenOptions::default() };
+        let options = OpenOptions { snapshot, read_only: true, ..opening() };
         Native::open(image.clone(), below.clone(), options).await.map_err(text)
     };
     let disk = open(None).await?;

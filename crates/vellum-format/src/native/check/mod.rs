@@ -3,6 +3,7 @@
 //!
 //! ```text
 //!   superblock   also the other copy
+//!   keys         the LUKS header of an encrypted image, and where its material is
 //!   bitmap       bits past the base                                             base.rs
 //!   masks        past the base; the value 3 where it counts
 //!   table        entries past the disk; units outside the file                  units.rs
@@ -151,6 +152,7 @@ impl<'a> Walk<'a> {
         let (fixes, names) = (Vec::new(), units::Names::default());
         let packed = Vec::new();
         let mut walk = Self { superblocks, places, image, say, lines: 0, report, fixes, names, packed };
+        walk.keys().await;
         walk.bitmap().await?;
         walk.masks().await?;
         walk.report.image_end_offset = places.end_of_parts().unwrap_or(places.data_offset()).bytes();
@@ -169,6 +171,18 @@ impl<'a> Walk<'a> {
             (walk.say)(format!("{} more of these are not listed", walk.lines - LINES_MAX));
         }
         Ok(Walked { report: walk.report, fixes: walk.fixes })
+    }
+
+    /// A header with which no secret opens the image. Nothing repairs it.
+    async fn keys(&mut self) {
+        let Some(area) = self.superblocks.superblock.key_area() else { return };
+        match area.header(self.image).await {
+            Ok(header) if header.mode().is_for_writing() => {}
+            Ok(header) => {
+                self.error(|| format!("keys: aes-{} is not for these images", header.mode().name()))
+            }
+            Err(error) => self.error(|| format!("keys: {}", error.chain())),
+        }
     }
 
     fn report_line(&mut self, line: impl FnOnce() -> String) {

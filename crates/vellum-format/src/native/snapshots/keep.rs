@@ -323,7 +323,7 @@ impl Native {
     ) -> Result<Vec<SectorChecks>> {
         let from = self.inside(self.places.unit(old));
         let len = usize::try_from(from.len()).expect("a unit");
-        let bytes = self.data.read(from.start(), Buffer::for_overwrite(len)).await?;
+        let bytes = self.plain()?.read(from.start(), Buffer::for_overwrite(len)).await?;
         let mut bytes = bytes.to_vec();
         if let Some(block) = form.checked_sub(1) {
             // The packed form would be meaningless in another place.
@@ -345,7 +345,8 @@ impl Native {
         let mut checks = Vec::new();
         let mut writes: Vec<LocalFuture<'_, Result<()>>> = Vec::new();
         for (start, end) in runs {
-            let data = Buffer::copy_of(&bytes[start..end]);
+            // Where it is encrypted, its new place counts.
+            let data = self.stored(to + start as u64, Buffer::copy_of(&bytes[start..end])).await?;
             checks.extend(checks_of(to + start as u64, &data, together, |_| true));
             writes.push(self.data.write(to + start as u64, data));
         }

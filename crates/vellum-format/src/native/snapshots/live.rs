@@ -69,6 +69,7 @@ impl Native {
             checkpoint_storage: self.checkpoint_storage.clone(),
             ahead: self.ahead.clone(),
             data: self.data.clone(),
+            encryption: self.encryption.clone(),
             under: self.under.clone(),
             below: self.below.clone(),
             fills: None,

@@ -2,7 +2,8 @@
 
 use vellum_core::{Error, Result};
 
-use super::{Superblock, field, put_text, text};
+use super::texts::{put_text, text};
+use super::{Superblock, field};
 use crate::bytes::{be64, put64};
 use crate::fast::{FAST_NAME_MAX, FastId, NamedFast};
 use crate::session::SessionNumber;

@@ -6,26 +6,30 @@
 
 use vellum_core::{BlockSize, Buffer, Context, GuestOffset, GuestSpan, Result};
 
-use super::encrypted::Encrypted;
-use super::image::Qcow2;
+use super::guest_cipher::GuestCipher;
 
 fn is_whole(span: GuestSpan) -> bool {
     BlockSize::SECTOR.aligns(span.start()) && BlockSize::SECTOR.aligns(span.end())
 }
 
-impl Qcow2 {
+/// A disk of whole sectors.
+pub(crate) trait WholeSectors {
+    /// Its name in messages.
+    fn name_of_disk(&self) -> &str;
+
+    /// Reads a run of whole sectors, as the guest sees them.
+    async fn read_whole(&self, span: GuestSpan, buffer: Buffer) -> Result<Buffer>;
+
+    /// Writes a run of whole sectors.
+    async fn write_whole(&self, span: GuestSpan, data: Buffer) -> Result<()>;
+
     /// Writes a run of an encrypted disk.
-    pub(super) async fn write_encrypted(
-        &self,
-        encrypted: &Encrypted,
-        span: GuestSpan,
-        data: Buffer,
-    ) -> Result<()> {
+    async fn write_encrypted(&self, cipher: &GuestCipher, span: GuestSpan, data: Buffer) -> Result<()> {
         if is_whole(span) {
-            let _shared = encrypted.parts.shared().await;
-            return self.write_sectors(span, data).await;
+            let _shared = cipher.parts.shared().await;
+            return self.write_whole(span, data).await;
         }
-        let _alone = encrypted.parts.alone().await;
+        let _alone = cipher.parts.alone().await;
         self.write_parts(span, data).await
     }
 
@@ -35,26 +39,26 @@ impl Qcow2 {
         let end = BlockSize::SECTOR.round_up(span.end().bytes());
         let whole = GuestOffset::new(start).span(end - start);
         let len = usize::try_from(whole.len()).expect("a request fits memory");
-        let context = || format!("{}: can't read the rest of a sector", self.engine.name);
+        let context = || format!("{}: can't read the rest of a sector", self.name_of_disk());
         let mut bytes =
-            self.read_span(whole, Buffer::for_overwrite(len)).await.context(context)?.contiguous();
+            self.read_whole(whole, Buffer::for_overwrite(len)).await.context(context)?.contiguous();
         let skip = usize::try_from(span.start().bytes() - start).expect("within a sector");
         data.copy_to(0, &mut bytes.slice_mut()[skip..skip + data.len()]);
-        self.write_sectors(whole, bytes).await
+        self.write_whole(whole, bytes).await
     }
 
     /// Makes a run of an encrypted disk zero: parts of sectors by writing them, and what is between by `zero`.
-    pub(super) async fn zero_encrypted(
+    async fn zero_encrypted(
         &self,
-        encrypted: &Encrypted,
+        cipher: &GuestCipher,
         span: GuestSpan,
         zero: impl AsyncFnOnce(GuestSpan) -> Result<()>,
     ) -> Result<()> {
         if is_whole(span) {
-            let _shared = encrypted.parts.shared().await;
+            let _shared = cipher.parts.shared().await;
             return zero(span).await;
         }
-        let _alone = encrypted.parts.alone().await;
+        let _alone = cipher.parts.alone().await;
         let start = GuestOffset::new(BlockSize::SECTOR.round_up(span.start().bytes()));
         let end = GuestOffset::new(BlockSize::SECTOR.round_down(span.end().bytes()));
         let write = async |from: GuestOffset, to: GuestOffset| {

@@ -237,6 +237,7 @@ type OptionHelp = (&'static [FormatKind], &'static str, &'static str, &'static s
 const RAW: &[FormatKind] = &[FormatKind::Raw];
 const QCOW2: &[FormatKind] = &[FormatKind::Qcow2];
 const NATIVE: &[FormatKind] = &[FormatKind::Native];
+const ENCRYPTED: &[FormatKind] = &[FormatKind::Qcow2, FormatKind::Native];
 const OVER_A_BASE: &[FormatKind] = &[FormatKind::Qcow2, FormatKind::Native];
 const EVERY: &[FormatKind] = &[FormatKind::Raw, FormatKind::Qcow2, FormatKind::Native];
 
@@ -265,15 +266,31 @@ const CREATE_OPTIONS: [OptionHelp; 32] = [
         NATIVE,
         "embed",
         "on|off",
-        "store the allocation record inside the data where the data compresses; layout=zoned only (default on)",
+        "store the allocation record inside the data where the data compresses; layout=zoned only (default on, with \
+         encryption off)",
     ),
-    (QCOW2, "encrypt.cipher-alg", "aes-256|aes-128", "cipher of guest data, in XTS mode (default aes-256)"),
-    (QCOW2, "encrypt.cipher-mode", "xts", "mode of the cipher"),
-    (QCOW2, "encrypt.format", "luks", "encrypt guest data with LUKS"),
-    (QCOW2, "encrypt.hash-alg", "sha256|sha512|...", "hash of the key slots (default sha256)"),
-    (QCOW2, "encrypt.iter-time", "MS", "how long opening the image takes, in milliseconds (default 2000)"),
-    (QCOW2, "encrypt.ivgen-alg", "plain64", "how the cipher uses the place of a sector"),
-    (QCOW2, "encrypt.key-secret", "ID", "secret that opens the image, given with --secret id=ID,file=FILE"),
+    (
+        ENCRYPTED,
+        "encrypt.cipher-alg",
+        "aes-256|aes-128",
+        "cipher of guest data, in XTS mode (default aes-256)",
+    ),
+    (ENCRYPTED, "encrypt.cipher-mode", "xts", "mode of the cipher"),
+    (ENCRYPTED, "encrypt.format", "luks", "encrypt guest data with LUKS"),
+    (ENCRYPTED, "encrypt.hash-alg", "sha256|sha512|...", "hash of the key slots (default sha256)"),
+    (
+        ENCRYPTED,
+        "encrypt.iter-time",
+        "MS",
+        "how long opening the image takes, in milliseconds (default 2000)",
+    ),
+    (ENCRYPTED, "encrypt.ivgen-alg", "plain64", "how the cipher uses the place of a sector"),
+    (
+        ENCRYPTED,
+        "encrypt.key-secret",
+        "ID",
+        "secret that opens the image, given with --secret id=ID,file=FILE",
+    ),
     (
         QCOW2,
         "extended_l2",
@@ -360,6 +377,8 @@ fn help_row(option: &str, meaning: &str) -> String {
 const FOR_RAW: [&str; 2] = ["size", "preallocation"];
 const FOR_NATIVE: [&str; 6] =
     ["size", "backing_file", "backing_fmt", "copy_on_read", "journal_size", "prefetch"];
+/// The options of encryption begin with this; qcow2 has them, and the native format.
+const OF_ENCRYPTION: &str = "encrypt.";
 const ONLY_NATIVE: [&str; 6] = ["layout", "unit_size", "zone_size", "embed", "block_size", "zeroed"];
 
 impl NewImage {
@@ -388,11 +407,12 @@ impl NewImage {
         Ok(new)
     }
 
-    /// The options of a qcow2 image, with its keys if it is to be encrypted: to be called on a worker, where that takes
-    /// seconds.
-    pub(crate) fn qcow2_with_keys(&self, secrets: &Secrets) -> Result<Qcow2Options> {
-        let encryption = self.encryption.as_ref().map(|encryption| encryption.keys(secrets)).transpose()?;
-        Ok(Qcow2Options { encryption, ..self.qcow2.clone() })
+    /// The options of a qcow2 image and of a native one, with the keys if it is to be encrypted: to be called on a worker,
+    /// where that takes seconds.
+    pub(crate) fn with_keys(&self, secrets: &Secrets) -> Result<(Qcow2Options, NativeOptions)> {
+        let keys = self.encryption.as_ref().map(|encryption| encryption.keys(secrets)).transpose()?;
+        let native = NativeOptions { encryption: keys.clone(), ..self.native.clone() };
+        Ok((Qcow2Options { encryption: keys, ..self.qcow2.clone() }, native))
     }
 
     /// Refuses encryption, for commands that do not make encrypted images.
@@ -418,7 +438,10 @@ impl NewImage {
             FormatKind::Raw => FOR_RAW.contains(&key.as_str()),
             FormatKind::Qcow2 => !ONLY_NATIVE.contains(&key.as_str()),
             FormatKind::Luks => key.as_str() == "size",
-            FormatKind::Native => FOR_NATIVE.contains(&key.as_str()) || ONLY_NATIVE.contains(&key.as_str()),
+            FormatKind::Native => {
+                let key = key.as_str();
+                FOR_NATIVE.contains(&key) || ONLY_NATIVE.contains(&key) || key.starts_with(OF_ENCRYPTION)
+            }
             FormatKind::Foreign(_) => false,
         };
         let Some(key) = self.said.iter().find(|key| !suits(key)) else { return Ok(()) };
@@ -578,7 +601,7 @@ impl NewImage {
                 ));
             }
             "encryption" => {}
-            _ if key.starts_with("encrypt.") => self.set_encryption(key, value)?,
+            _ if key.starts_with(OF_ENCRYPTION) => self.set_encryption(key, value)?,
             _ => {
                 return Err(Error::invalid(format!("-o {key}: unknown option (`-o help` lists them)")));
             }

@@ -225,11 +225,12 @@ async fn convert(args: &Args) -> Result<u64, Failure> {
         true => copies_of(&source, args.skip_broken_bitmaps).await?,
         false => Vec::new(),
     };
+    let (qcow2, native) = new.with_keys(&secrets)?;
     let conversion = Conversion {
         target: args.target.clone(),
         format: args.target_format(),
-        qcow2: new.qcow2_with_keys(&secrets)?,
-        native: new.native,
+        qcow2,
+        native,
         secrets,
         fills_existing: args.no_create,
         target_is_zero: args.target_is_zero,
@@ -273,7 +274,7 @@ async fn convert(args: &Args) -> Result<u64, Failure> {
     if is_encrypted && is_plain.get() && !args.quiet {
         complain(&format!(
             "vellum convert: warning: {} is encrypted and {} is not: its data can be read there without a secret (`-O qcow2 \
-             -o encrypt.format=luks` encrypts a new image)",
+             -o encrypt.format=luks` or `-O vellum -o encrypt.format=luks` encrypts a new image)",
             args.source.display(),
             args.target.display()
         ));

@@ -190,11 +190,11 @@ pub(crate) fn run(args: Args) -> Outcome {
     if let Some(NativeImage { zeros: ListUse::Refused(error), .. }) = &made.native {
         complain(&format!("vellum create: {}", error.chain()));
     }
-    let is_encrypted = format == FormatKind::Qcow2 && new.encryption_text().is_some();
+    let is_encrypted = new.encryption_text().is_some();
     if target.stands_on_encrypted.load(Ordering::Relaxed) && !is_encrypted && !args.quiet {
         complain(&format!(
             "vellum create: warning: its backing image is encrypted and {} is not: what is written to it, or copied into it, \
-             can be read without a secret (`-f qcow2 -o encrypt.format=luks` encrypts it)",
+             can be read without a secret (`-o encrypt.format=luks` encrypts it)",
             target.path.display()
         ));
     }
@@ -209,7 +209,7 @@ pub(crate) fn run(args: Args) -> Outcome {
     if !args.quiet {
         match args.output {
             OutputFormat::Human => match &made.native {
-                Some(native) => say(&formatting_native(&target, native)),
+                Some(native) => say(&formatting_native(&target, &new, native)),
                 None => say(&formatting(format, &target, &new, made.size)),
             },
             OutputFormat::Json => say_json(&answer(format, &target, &options, &made)),
@@ -242,11 +242,11 @@ async fn make(format: FormatKind, target: &CreateTarget, new: &NewImage) -> Resu
     match format {
         FormatKind::Foreign(_) => Err(format.check_is_written().expect_err("they are only read")),
         FormatKind::Qcow2 => {
-            let made = create_qcow2(target, new.qcow2_with_keys(&target.secrets)?).await?;
+            let made = create_qcow2(target, new.with_keys(&target.secrets)?.0).await?;
             Ok(Made { qcow2: Some(made.clone()), ..Made::of(made.size) })
         }
         FormatKind::Native => {
-            let made = create_native(target, new.native.clone()).await?;
+            let made = create_native(target, new.with_keys(&target.secrets)?.1).await?;
             Ok(Made { native: Some(made.clone()), ..Made::of(made.size) })
         }
         FormatKind::Luks => Err(no_new_luks(&target.path)),
@@ -258,8 +258,10 @@ async fn make(format: FormatKind, target: &CreateTarget, new: &NewImage) -> Resu
     }
 }
 
-fn formatting_native(target: &CreateTarget, made: &NativeImage) -> String {
-    let mut line = format!("Formatting '{}', fmt=vellum size={}", target.path.display(), made.size);
+fn formatting_native(target: &CreateTarget, new: &NewImage, made: &NativeImage) -> String {
+    let mut line = format!("Formatting '{}', fmt=vellum", target.path.display());
+    line += &new.encryption_text().map(|text| format!(" {text}")).unwrap_or_default();
+    line += &format!(" size={}", made.size);
     line += match made.layout {
         Layout::Linear => " layout=linear".to_owned(),
         Layout::Table(unit) => format!(" layout=table unit_size={}", unit.bytes()),

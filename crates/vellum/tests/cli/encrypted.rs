@@ -77,13 +77,71 @@ fn what_a_server_writes_is_encrypted_and_kept() {
     assert!(!stored.windows(32).any(|window| window == &bytes[512..544]), "nobody may read it");
 }
 
+/// The native format, in every layout: made, served and killed, managed without a secret, cloned, copied.
+#[test]
+fn native_images_are_encrypted() {
+    let dir = Dir::new("encrypted-native");
+    let [option, spec] = secret(&dir, "a", "b");
+    let on = "encrypt.format=luks,encrypt.key-secret=a,encrypt.iter-time=10";
+    let (raw, back, image) = (dir.text("disk.raw"), dir.text("back.raw"), dir.text("disk.vlm"));
+    let (text, clone) = (noise(70_000, 9), dir.text("clone.vlm"));
+    for layout in ["linear", "table", "zoned"] {
+        let mut model = patchy(LEN, 3);
+        std::fs::write(&raw, &model).expect("a disk");
+        let new = format!("{on},layout={layout}");
+        vellum(&["convert", &option, &spec, "-O", "vellum", "-o", &new, &raw, &image]).answer();
+        let info = vellum(&["info", &image]).answer();
+        assert!(info.contains("encrypted: yes") && info.contains("luks (aes-256-xts-plain64"), "{info}");
+        assert_eq!(vellum(&["key", "list", &image]).answer().matches("in use").count(), 1, "{layout}");
+        refused(1, &["encrypted with LUKS", "--secret id=NAME,file=FILE"], &["convert", &image, &back]);
+        refused(1, &["line break"], &["convert", "--secret", &wrong(&dir), &image, &back]);
+        let served = Server::start(&[&option, &spec, &image]);
+        let mut guest = super::support::client::Client::connect(&served.peer(), "").expect("a connection");
+        guest.write(1 << 20, &text, 0).expect("written");
+        guest.write(5000, &text[..100], 0).expect("written");
+        guest.flush().expect("flushed");
+        assert_eq!(guest.read(1 << 20, 70_000).expect("read"), text);
+        drop(guest);
+        drop(served);
+        model[1 << 20..][..70_000].copy_from_slice(&text);
+        model[5000..5100].copy_from_slice(&text[..100]);
+        vellum(&["recover", &image]).answer();
+        vellum(&["check", &image]).answer();
+        if layout != "linear" {
+            vellum(&["snapshot", "create", &image, "one"]).answer();
+        }
+        vellum(&["resize", "-q", &image, "+1M"]).answer();
+        model.resize(LEN + (1 << 20), 0);
+        let options =
+            ["create", "-q", "-f", "vellum", &option, &spec, "-b", "disk.vlm", "-F", "vellum", "-o"];
+        vellum(&[&options[..], &[&new, &clone]].concat()).answer();
+        for image in [&image, &clone] {
+            vellum(&["convert", "-q", &option, &spec, image, &back]).answer();
+            assert!(std::fs::read(&back).expect("there") == model, "{layout}: {image}");
+            let stored = std::fs::read(image).expect("there");
+            assert!(!stored.windows(32).any(|window| window == &text[512..544]), "nobody may read {image}");
+        }
+    }
+    let fast = dir.text("fast");
+    refused(1, &["as they are"], &["tier", "attach", "--fast", &fast, "--fast-size", "64M", &image]);
+    let embed = format!("{on},layout=zoned,embed=on");
+    let create = ["create", "-f", "vellum", &option, &spec, "-o", &embed, &image, "1M"];
+    refused(1, &["embed=on cannot be combined"], &create);
+}
+
 #[test]
 fn keys_are_changed() {
-    let dir = Dir::new("encrypted-keys");
+    for format in ["qcow2", "vellum"] {
+        keys_of(format);
+    }
+}
+
+fn keys_of(format: &str) {
+    let dir = Dir::new(&format!("encrypted-keys-{format}"));
     let ([option, old], [_, new]) = (secret(&dir, "old", "one"), secret(&dir, "new", "two"));
-    let (image, raw) = (dir.text("disk.qcow2"), dir.text("back.raw"));
+    let (image, raw) = (dir.text("disk"), dir.text("back.raw"));
     let made = "encrypt.format=luks,encrypt.key-secret=old,encrypt.iter-time=10";
-    vellum(&["create", "-q", "-f", "qcow2", &option, &old, "-o", made, &image, "1M"]).answer();
+    vellum(&["create", "-q", "-f", format, &option, &old, "-o", made, &image, "1M"]).answer();
     let added = vellum(&[
         "key",
         "add",

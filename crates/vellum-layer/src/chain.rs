@@ -13,7 +13,8 @@
 //! 1. No file is opened that the gate has not admitted, and no image twice in one chain (a loop). Both are
 //!    checked on the path with its links resolved, and the opener opens exactly that path: a link that is put
 //!    in its place meanwhile is refused.
-//! 2. Only the top image is opened for writing.
+//! 2. Only the top image is opened for writing; and, while what is above it is merged into it, one below
+//!    ([`merge`](crate::merge)). Then nobody shares what is below.
 //! 3. The memory for mappings is divided among the images, so that a long chain takes no more than a short
 //!    one.
 //! 4. Two or more images below the top are read through one [`View`](crate::view::View), so that a read in a
@@ -147,6 +148,8 @@ pub struct ChainOptions {
     pub trust_base: bool,
     /// An image that is opened for writing records what proves the images below, also where all of them are files.
     pub pin_base: bool,
+    /// The image with so many images above it is opened for writing as well: it gets what those have.
+    pub merges_into: Option<usize>,
     /// The images below the top are shared with the other disks of these templates.
     pub templates: Option<Arc<Templates>>,
     /// What the top image reads from below is seen, and copied. Not where it is only read, or has nothing below.
@@ -178,6 +181,7 @@ impl Default for ChainOptions {
             clock: None,
             trust_base: false,
             pin_base: false,
+            merges_into: None,
             templates: None,
             tap: None,
             wished_tap: None,
@@ -186,6 +190,14 @@ impl Default for ChainOptions {
             flash: None,
             fast: None,
         }
+    }
+}
+
+impl ChainOptions {
+    /// Whether the image with so many above it is opened for writing.
+    fn writes_at(&self, depth: usize) -> bool {
+        let is_written = !self.read_only && self.snapshot.is_none();
+        is_written && (depth == 0 || self.merges_into == Some(depth))
     }
 }
 
@@ -246,6 +258,10 @@ impl Found {
     /// Compares what the image records of those below with what they are, and records it where it must be.
     async fn hold_against_pin(&mut self, below: &Stand, options: &ChainOptions) -> Result<()> {
         let found = FoundBelow::of(below.members().iter());
+        // What is below changes, and proves nothing until that has ended.
+        if options.merges_into.is_some() {
+            return Ok(());
+        }
         // The target of a migration is only read. What its pin is to prove comes to be while it waits.
         if matches!(self.head.handover(), Some(Handover::Awaiting(_) | Handover::Void(_))) {
             return Ok(());
@@ -310,7 +326,8 @@ impl Chain {
         let was_left_open = image.head.was_left_open();
         let was_pinned = image.head.pin().is_some();
         let top_need = mapping_need(&*image.head, &image.storage, options.read_only);
-        let below = match (next, &options.templates) {
+        let shared = options.templates.as_ref().filter(|_| options.merges_into.is_none());
+        let below = match (next, shared) {
             (None, _) => None,
             (Some(step), None) => Some(Stand::on(Below::open(way, step, options, top_need).await?)),
             (Some(step), Some(templates)) => Some(templates.stand(way, step, options).await?),
@@ -409,6 +426,11 @@ impl Chain {
         self.top.disk()
     }
 
+    /// What the top image reads where it has nothing, if there is anything below it.
+    pub fn disk_below(&self) -> Option<SharedDisk> {
+        self.below.as_ref().map(|below| below.disk().clone())
+    }
+
     /// The copies on a fast medium that the top image was opened with, if it was.
     pub fn tier(&self) -> Option<&Arc<dyn Tiers>> {
         self.top.opened.tier.as_ref()
@@ -445,6 +467,14 @@ impl Chain {
         found.hold_against(None, self.options.trust_base, self.options.pin_base)
     }
 
+    /// As above, where an image over this one has recorded one before: also where everything below it is a file.
+    ///
+    /// # Errors
+    /// As above.
+    pub fn pin_to_have(&self) -> Result<Option<Pin>> {
+        FoundBelow::of(self.members()).hold_against(None, self.options.trust_base, true)
+    }
+
     /// Why the disk on top is closed, if a change closed it and could not open it again.
     pub fn gone(&self) -> Option<&Error> {
         self.gone.as_ref()
@@ -453,12 +483,18 @@ impl Chain {
     /// Closes all disks, the top one first; those below when no other disk of the process stands on them. The
     /// first error is returned, but the others are closed all the same.
     pub async fn close(&self) -> Result<()> {
+        let (top, below) = self.close_each().await;
+        top.and(below)
+    }
+
+    /// As above, with what became of the top one, and of those below: what was answered is in the top one.
+    pub async fn close_each(&self) -> (Result<()>, Result<()>) {
         let top = self.top.close().await;
         let below = match &self.below {
             Some(below) => below.leave().await,
             None => Ok(()),
         };
-        self.gone.clone().map_or(Ok(()), Err).and(top).and(below)
+        (self.gone.clone().map_or(Ok(()), Err).and(top), below)
     }
 }
 
@@ -604,7 +640,7 @@ async fn find_file(opener: &dyn Opener, step: &Step, options: &ChainOptions) -> 
         let found = Found { path: path.clone(), storage, data_file: None, parts: Vec::new(), head };
         return Ok((Trust::Declared, found));
     }
-    let writes = *depth == 0 && !options.read_only && options.snapshot.is_none();
+    let writes = options.writes_at(*depth);
     let purpose = if writes { Purpose::Write } else { Purpose::Read };
     let storage = opener.open(canonical, path, purpose).await?;
     let (kind, trust) = match *format {

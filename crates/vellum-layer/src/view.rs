@@ -9,8 +9,9 @@
 //!   a  b  c  …  base   opened for reading only, never written while the chain is open
 //! ```
 //!
-//! 1. What is below the top image never changes while the chain is open, so a page never becomes stale.
-//!    Writes, snapshots, resizing and reverting concern the top image alone.
+//! 1. What is below the top image never reads otherwise while the chain is open, so a page never becomes stale.
+//!    Writes, snapshots, resizing and reverting concern the top image alone. An image that gets what those above it
+//!    have ([`merge`](crate::merge)) changes only where they hide it; it may move what it has, and is read by its disk.
 //! 2. To make a page, the images are queried from the top down, each for the shortest range that contains
 //!    everything still missing: in one query as a rule, in another one where it answers in parts. Once the page
 //!    is complete, no further image is queried.

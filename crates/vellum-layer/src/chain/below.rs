@@ -95,7 +95,8 @@ impl Below {
             let below = members.last().map(|member| member.opened.disk.clone());
             let depth = index + 1;
             // The file of a snapshot is written meanwhile.
-            let tables = match snapshots[index].is_some() {
+            let is_written = options.writes_at(depth);
+            let tables = match snapshots[index].is_some() || is_written {
                 true => None,
                 false => over_tables(
                     options,
@@ -107,9 +108,18 @@ impl Below {
                 .await
                 .map_err(|error| describe(error, &image.path, depth))?,
             };
+            // No cache is over it, and none is told of what changes.
+            let unflashed;
+            let options = match is_written {
+                true => {
+                    unflashed = ChainOptions { flash: None, ..options.clone() };
+                    &unflashed
+                }
+                false => options,
+            };
             let how = How {
                 tables: tables.as_ref(),
-                read_only: true,
+                read_only: !is_written,
                 snapshot: None,
                 tally: &tally,
                 mapping_share: memory[depth],
@@ -154,7 +164,7 @@ impl Below {
             let opened = opened.map_err(|error| describe(error, &path, depth))?;
             let is_snapshot = snapshots[index].is_some();
             // The file of a snapshot is written meanwhile.
-            let flash = match is_snapshot || data_file.is_some() || !parts.is_empty() {
+            let flash = match is_snapshot || is_written || data_file.is_some() || !parts.is_empty() {
                 true => None,
                 false => over_below(options, &*head, &*storage, places[index].as_ref(), &opened.disk)
                     .await
@@ -184,8 +194,9 @@ impl Below {
         }
         let has_view = members.len() > 1;
         let are_snapshots: Vec<bool> = snapshots.iter().map(Option::is_some).collect();
-        let layers =
-            members.iter().zip(&are_snapshots).map(|(member, is_snapshot)| layer_of(member, *is_snapshot));
+        let layers = members.iter().zip(&are_snapshots).enumerate().map(|(index, (member, is_snapshot))| {
+            layer_of(member, *is_snapshot || options.writes_at(index + 1))
+        });
         let view = has_view.then(|| View::new(layers.collect(), memory_of_view));
         let disk = match &view {
             Some(view) => view.clone(),
@@ -276,12 +287,12 @@ impl Below {
     }
 }
 
-/// An image as a part of the view.
-fn layer_of(member: &Member, is_snapshot: bool) -> Layer {
+/// An image as a part of the view. Where it changes its places are not kept.
+fn layer_of(member: &Member, changes: bool) -> Layer {
     let is_whole = member.head.kind() == FormatKind::Raw;
     // What lies in several files has no one storage.
     // What is cached is found by the disk, not by the storage.
-    let is_exchanged = is_snapshot || !member.parts.is_empty() || member.flash.is_some();
+    let is_exchanged = changes || !member.parts.is_empty() || member.flash.is_some();
     let unadmitting = member.flash.as_ref().map(|flashed| flashed.unadmitting());
     Layer { disk: member.disk().clone(), unadmitting, is_whole, is_exchanged }
 }

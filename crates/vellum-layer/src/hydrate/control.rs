@@ -156,6 +156,14 @@ impl HydrationControl {
         self.changed.notify(usize::MAX);
     }
 
+    /// Nothing is copied ahead of need any more: the disk has another image.
+    pub fn set_off(&self) {
+        self.prefetches.store(false, Ordering::Release);
+        self.is_paused.store(false, Ordering::Release);
+        *lock(&self.progress) = Progress::default();
+        self.changed.notify(usize::MAX);
+    }
+
     /// The limits in force.
     pub fn limits(&self) -> PrefetchLimits {
         *lock(&self.limits)

@@ -21,24 +21,17 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use vellum_core::pin::Pin;
-use vellum_core::{
-    Buffer, Context, Error, ErrorKind, GuestOffset, GuestSpan, LocalFuture, Place, Result, SharedDisk, Url,
-    WriteFlags, ZeroFlags,
-};
+use vellum_core::{Context, Error, ErrorKind, LocalFuture, Result, Url};
 use vellum_format::FormatKind;
 use vellum_format::image::NewBacking;
 use vellum_layer::Chain;
+use vellum_layer::merge::{Merge, Steering};
 
 use crate::clones_of::images_over;
 use crate::closed::{ResizeOptions, resize};
 use crate::create::refuse_moved;
 use crate::image::{ImageOptions, open_file, open_image};
 use crate::signals::Stop;
-
-/// Data is moved in pieces of this many bytes.
-const PIECE: u64 = 1 << 20;
-/// And zeros in pieces of this many.
-const ZEROS: u64 = 64 << 20;
 
 /// What is written where.
 #[derive(Debug, Clone, Default)]
@@ -61,21 +54,40 @@ pub struct Committed {
 }
 
 /// An image above the base.
-struct Layer {
-    path: PathBuf,
-    format: FormatKind,
+#[derive(Debug, Clone)]
+pub(crate) struct Layer {
+    pub(crate) path: PathBuf,
+    pub(crate) format: FormatKind,
+    /// The size of its disk, in bytes.
+    pub(crate) size: u64,
     /// As it names the image below it.
     below: Option<(String, Option<String>)>,
     pin: Option<Pin>,
 }
 
 /// The way down to the base.
-struct Plan {
-    layers: Vec<Layer>,
-    base: PathBuf,
-    format: FormatKind,
-    size: u64,
-    base_size: u64,
+#[derive(Debug, Clone)]
+pub(crate) struct Plan {
+    /// All images above the base, from the top down.
+    pub(crate) layers: Vec<Layer>,
+    /// The first of them whose contents go into the base, and those of all below it.
+    pub(crate) from: usize,
+    pub(crate) base: PathBuf,
+    pub(crate) format: FormatKind,
+    pub(crate) base_size: u64,
+}
+
+impl Plan {
+    /// What is written into the base, in bytes of the disk.
+    pub(crate) fn size(&self) -> u64 {
+        // What a larger base has behind the end of the images above it is hidden by them, too.
+        self.layers[self.from].size.max(if self.from == 0 { 0 } else { self.base_size })
+    }
+
+    /// The images between those that stay and the base: of no use afterwards.
+    pub(crate) fn between(&self) -> Vec<PathBuf> {
+        self.layers[self.from + 1..].iter().map(|layer| layer.path.clone()).collect()
+    }
 }
 
 /// Writes what the image and those between have into one below. `progress` gets the size of the disk and the bytes
@@ -107,32 +119,70 @@ pub async fn commit(
         Ok(base) => base,
         Err(error) => {
             drop(layers);
-            for layer in &plan.layers {
-                put_pin(layer, options, layer.pin.as_ref()).await?;
-            }
+            give_pins_back(&plan, options).await?;
             return Err(error);
         }
     };
-    let copying = Copying {
+    let steering = Stopping(&stop.flag);
+    let merge = Merge {
         layers: layers.iter().map(|chain| chain.disk().clone()).collect(),
         base: base.disk().clone(),
-        stop: &stop.flag,
+        steering: &steering,
     };
-    let copied = copying.all(plan.size, progress).await;
+    let size = plan.size();
+    let copied = match merge.all(size, &|done| progress(size, done)).await {
+        Ok(bytes) => merge.flush().await.map(|()| bytes),
+        failed => failed,
+    };
     let closed = base.close().await;
     for chain in &layers {
         chain.close().await?;
     }
     let bytes_written = copied.and_then(|bytes| closed.map(|()| bytes))?;
-    let between = plan.layers.into_iter().skip(1).map(|layer| layer.path).collect();
+    let between = plan.between();
     Ok(Committed { base: plan.base, between, bytes_written })
+}
+
+/// Stopping is safe at any time.
+struct Stopping<'a>(&'a AtomicBool);
+
+impl Steering for Stopping<'_> {
+    fn go_on(&self, _bytes: u64) -> LocalFuture<'_, Result<()>> {
+        let is_stopped = self.0.load(Ordering::Relaxed);
+        Box::pin(std::future::ready(match is_stopped {
+            true => Err(Error::new(ErrorKind::Closed, "stopped by a signal")),
+            false => Ok(()),
+        }))
+    }
 }
 
 /// Finds the base, and refuses what cannot be done, before anything changes.
 async fn plan(path: &Path, options: &ImageOptions, wish: &Commit) -> Result<Plan> {
     let reading = ImageOptions { read_only: true, data_files: Vec::new(), ..options.clone() };
     let chain = open_image(path, &reading).await?;
-    let depth = depth_of_base(path, &chain, wish.base.as_deref())?;
+    let plan = plan_of(&chain, None, wish.base.as_deref()).await?;
+    refuse_moved(&chain)?;
+    chain.close().await?;
+    Ok(plan)
+}
+
+/// As above, of images that are open. `top` is the uppermost one whose contents are written; the one on top when not given.
+pub(crate) async fn plan_of(chain: &Chain, top: Option<&Path>, base: Option<&Path>) -> Result<Plan> {
+    let from = match top {
+        Some(top) => depth_of(chain, top, 0)?,
+        None => 0,
+    };
+    let depth = match base {
+        Some(base) => depth_of(chain, base, from + 1)?,
+        None if chain.members().count() > from + 1 => from + 1,
+        None => {
+            let path = &chain.member(from).path;
+            return Err(Error::unsupported(format!(
+                "{} has no backing image that could get its contents",
+                path.display()
+            )));
+        }
+    };
     let base = chain.member(depth);
     if base.is_snapshot {
         return Err(Error::unsupported(format!(
@@ -144,8 +194,13 @@ async fn plan(path: &Path, options: &ImageOptions, wish: &Commit) -> Result<Plan
         return Err(Error::unsupported(format!("{} is only read", base.path.display())));
     }
     let mut layers = Vec::new();
-    for member in chain.members().take(depth) {
-        if !member.head.snapshots(&member.storage, Some(&member.storage)).await?.is_empty() {
+    for (index, member) in chain.members().take(depth).enumerate() {
+        // The one that is open for writing knows its own.
+        let has_snapshots = match index == 0 && !member.opened.disk.geometry().read_only {
+            true => chain.has_snapshots().await?,
+            false => !member.head.snapshots(&member.storage, Some(&member.storage)).await?.is_empty(),
+        };
+        if has_snapshots {
             return Err(Error::unsupported(format!(
                 "{} has snapshots, which also read from {}: delete them first",
                 member.path.display(),
@@ -155,55 +210,48 @@ async fn plan(path: &Path, options: &ImageOptions, wish: &Commit) -> Result<Plan
         layers.push(Layer {
             path: member.path.clone(),
             format: member.head.kind(),
+            size: member.opened.disk.geometry().size,
             below: member.head.backing().map(|(name, format)| (name.to_owned(), format.map(str::to_owned))),
             pin: member.head.pin().cloned(),
         });
     }
-    refuse_moved(&chain)?;
-    let plan = Plan {
+    Ok(Plan {
         layers,
+        from,
         base: base.path.clone(),
         format: base.head.kind(),
-        size: chain.disk().geometry().size,
         base_size: base.opened.disk.geometry().size,
-    };
-    chain.close().await?;
-    Ok(plan)
+    })
 }
 
-fn depth_of_base(path: &Path, chain: &Chain, wanted: Option<&Path>) -> Result<usize> {
-    let has_below = chain.members().nth(1).is_some();
-    let Some(wanted) = wanted.filter(|_| has_below) else {
-        return match has_below {
-            true => Ok(1),
-            false => Err(Error::unsupported(format!(
-                "{} has no backing image that could get its contents",
-                path.display()
-            ))),
-        };
-    };
+/// How deep an image is that is at `least` or below.
+fn depth_of(chain: &Chain, wanted: &Path, least: usize) -> Result<usize> {
     let canonical = wanted.canonicalize().context(|| format!("can't find {}", wanted.display()))?;
     let is_it = |path: &Path| path.canonicalize().is_ok_and(|path| path == canonical);
-    chain.members().skip(1).position(|member| is_it(&member.path)).map(|at| at + 1).ok_or_else(|| {
+    let found = chain.members().skip(least).position(|member| is_it(&member.path));
+    found.map(|at| at + least).ok_or_else(|| {
         let names: Vec<String> =
-            chain.members().skip(1).map(|member| member.path.display().to_string()).collect();
-        Error::invalid(format!(
-            "{} is not below {}, but {}",
-            wanted.display(),
-            path.display(),
-            names.join(" and ")
-        ))
+            chain.members().skip(least).map(|member| member.path.display().to_string()).collect();
+        let above = chain.member(least.saturating_sub(1)).path.display();
+        match names.is_empty() {
+            true => Error::unsupported(format!("{above} has no backing image that could get its contents")),
+            false => Error::invalid(format!(
+                "{} is not below {above}, but {}",
+                wanted.display(),
+                names.join(" and ")
+            )),
+        }
     })
 }
 
 /// Refuses where other images read from what would change.
-async fn refuse_others(plan: &Plan) -> Result<()> {
+pub(crate) async fn refuse_others(plan: &Plan) -> Result<()> {
     let canonical = |path: &Path| path.canonicalize().context(|| format!("can't find {}", path.display()));
     let mut changing = vec![canonical(&plan.base)?];
     let mut own = Vec::new();
     for (index, layer) in plan.layers.iter().enumerate() {
         let path = canonical(&layer.path)?;
-        if index > 0 {
+        if index > plan.from {
             changing.push(path.clone());
         }
         own.push(path);
@@ -227,25 +275,32 @@ async fn refuse_others(plan: &Plan) -> Result<()> {
     ))
 }
 
+/// Makes the base large enough.
+pub(crate) async fn enlarge_base(plan: &Plan, options: &ImageOptions) -> Result<()> {
+    let size = plan.layers[plan.from].size;
+    if size <= plan.base_size {
+        return Ok(());
+    }
+    let grow = ResizeOptions {
+        format: Some(plan.format),
+        may_shrink: false,
+        allow_dirs: options.allow_dirs.clone(),
+        remote_timeout: options.remote_timeout,
+        ..ResizeOptions::default()
+    };
+    resize(&plan.base, &grow, |_| Ok(size)).await.map(drop)
+}
+
 /// The base for writing, large enough.
 async fn open_base(plan: &Plan, options: &ImageOptions) -> Result<Chain> {
-    if plan.size > plan.base_size {
-        let grow = ResizeOptions {
-            format: Some(plan.format),
-            may_shrink: false,
-            allow_dirs: options.allow_dirs.clone(),
-            remote_timeout: options.remote_timeout,
-            ..ResizeOptions::default()
-        };
-        resize(&plan.base, &grow, |_| Ok(plan.size)).await?;
-    }
+    enlarge_base(plan, options).await?;
     let writing = ImageOptions { format: Some(plan.format), ..options.clone() };
     open_image(&plan.base, &writing).await
 }
 
 /// Records the format of the base in the image above it, where that names none. Guessed anew after the guest's own bytes have
 /// come to a raw file, it could be another one, with names of files that the guest has chosen.
-async fn say_format(plan: &mut Plan, options: &ImageOptions) -> Result<()> {
+pub(crate) async fn say_format(plan: &mut Plan, options: &ImageOptions) -> Result<()> {
     let Some(layer) = plan.layers.last_mut() else { return Ok(()) };
     let Some((name, format @ None)) = &mut layer.below else { return Ok(()) };
     let writing = ImageOptions { format: Some(layer.format), ..options.clone() };
@@ -258,12 +313,30 @@ async fn say_format(plan: &mut Plan, options: &ImageOptions) -> Result<()> {
 }
 
 /// What proves the base to an image above it is taken out of that, or put back. An image that had none is left alone.
-async fn put_pin(layer: &Layer, options: &ImageOptions, pin: Option<&Pin>) -> Result<()> {
+pub(crate) async fn put_pin(layer: &Layer, options: &ImageOptions, pin: Option<&Pin>) -> Result<()> {
     let Some((name, format)) = layer.below.as_ref().filter(|_| layer.pin.is_some()) else { return Ok(()) };
     let writing = ImageOptions { format: Some(layer.format), ..options.clone() };
     let (storage, kind) = open_file(&layer.path, &writing).await?;
     let format = format.as_deref();
     kind.format().set_backing(&storage, NewBacking { name, format, size: None, pin }).await
+}
+
+/// The images above the base record again what proves it: it is as it was.
+pub(crate) async fn give_pins_back(plan: &Plan, options: &ImageOptions) -> Result<()> {
+    for layer in &plan.layers {
+        put_pin(layer, options, layer.pin.as_ref()).await?;
+    }
+    Ok(())
+}
+
+/// The image above those whose contents are in the base now names the base.
+pub(crate) async fn skip_merged(plan: &Plan, name: &str, options: &ImageOptions) -> Result<()> {
+    let above = &plan.layers[plan.from - 1];
+    let writing = ImageOptions { format: Some(above.format), ..options.clone() };
+    let (storage, kind) = open_file(&above.path, &writing).await?;
+    let format = plan.format.to_string();
+    let size = Some(plan.base_size.max(plan.layers[plan.from].size));
+    kind.format().set_backing(&storage, NewBacking { name, format: Some(&format), size, pin: None }).await // commit point
 }
 
 /// An image without what is below it, for reading.
@@ -284,95 +357,4 @@ async fn alone(layer: &Layer, options: &ImageOptions) -> Result<Chain> {
         ));
     }
     Ok(chain)
-}
-
-/// The disks between which bytes move.
-struct Copying<'a> {
-    /// From the top down, each without what is below it.
-    layers: Vec<SharedDisk>,
-    base: SharedDisk,
-    stop: &'a AtomicBool,
-}
-
-impl Copying<'_> {
-    async fn all(&self, size: u64, progress: &dyn Fn(u64, u64)) -> Result<u64> {
-        let (mut rest, mut written) = (GuestOffset::ZERO.span(size), 0);
-        while !rest.is_empty() {
-            let now;
-            (now, rest) = rest.split_at(ZEROS);
-            written += self.run(0, now).await?;
-            progress(size, now.end().bytes());
-        }
-        self.base.flush().await.context(|| "can't flush the backing image")?;
-        Ok(written)
-    }
-
-    /// What this layer and those below it have of a run. Returns how many bytes of data were written.
-    fn run(&self, depth: usize, run: GuestSpan) -> LocalFuture<'_, Result<u64>> {
-        Box::pin(async move {
-            let Some(layer) = self.layers.get(depth) else { return Ok(0) }; // the base has it
-            let (mut rest, behind) = {
-                let within = run.intersect(GuestOffset::ZERO.span(layer.geometry().size));
-                (within, GuestSpan::between(within.end().max(run.start()), run.end()))
-            };
-            let mut written = 0;
-            while !rest.is_empty() {
-                let extents = layer.map(rest).await?;
-                for extent in &extents {
-                    written += match extent.place {
-                        Place::Below => self.run(depth + 1, extent.span).await?,
-                        Place::Zero { .. } => self.zeros(extent.span).await?,
-                        Place::Data { .. } | Place::Compressed => self.data(layer, extent.span).await?,
-                    };
-                }
-                let done = extents.last().map_or(rest.end(), |extent| extent.span.end());
-                rest = GuestSpan::between(done, rest.end());
-            }
-            // A larger image reads zeros behind the end of the one below it.
-            written += self.zeros(behind).await?;
-            Ok(written)
-        })
-    }
-
-    async fn zeros(&self, run: GuestSpan) -> Result<u64> {
-        let mut rest = run;
-        while !rest.is_empty() {
-            self.go_on()?;
-            let now;
-            (now, rest) = rest.split_at(ZEROS);
-            let flags = ZeroFlags { may_unmap: true, ..ZeroFlags::default() };
-            self.base
-                .write_zeroes(now, flags)
-                .await
-                .context(|| format!("can't write zeros at {}", now.start()))?;
-        }
-        Ok(0)
-    }
-
-    async fn data(&self, layer: &SharedDisk, run: GuestSpan) -> Result<u64> {
-        let mut rest = run;
-        while !rest.is_empty() {
-            self.go_on()?;
-            let now;
-            (now, rest) = rest.split_at(PIECE - rest.start().bytes() % PIECE);
-            let bytes = usize::try_from(now.len()).expect("a piece");
-            let data = layer
-                .read(now.start(), Buffer::for_overwrite(bytes))
-                .await
-                .context(|| format!("can't read {bytes} bytes at {}", now.start()))?;
-            self.base
-                .write(now.start(), data, WriteFlags::default())
-                .await
-                .context(|| format!("can't write {bytes} bytes at {}", now.start()))?;
-        }
-        Ok(run.len())
-    }
-
-    /// Stopping is safe at any time.
-    fn go_on(&self) -> Result<()> {
-        match self.stop.load(Ordering::Relaxed) {
-            true => Err(Error::new(ErrorKind::Closed, "stopped by a signal")),
-            false => Ok(()),
-        }
-    }
 }

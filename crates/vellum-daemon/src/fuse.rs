@@ -98,7 +98,7 @@ impl Shown {
         let disk = served.disk();
         let path = spec.path.clone();
         let point = unblock(move || Point::prepare(&path)).await?;
-        let image = served.path().to_owned();
+        let image = served.path();
         let is_for_reading = |export: &&ExportSpec| export.path == image && export.image.read_only;
         let facts = Facts {
             read_only: disk.geometry().read_only || exports.iter().any(|export| is_for_reading(&export)),

@@ -53,6 +53,8 @@ pub struct ImageOptions {
     pub chunk_cache: Option<CacheChoice>,
     /// The image records what proves those below, because it will have copies of them.
     pub pin_base: bool,
+    /// The image with so many images above it is written as well: it gets what those have.
+    pub merges_into: Option<usize>,
     /// What an image that is written reads from below is seen, and copied.
     pub tap: Option<TapOptions>,
     /// As `tap`, where the image itself asks for copies.
@@ -132,6 +134,7 @@ pub async fn open_over(
         trust_base: options.trust_base,
         // Copies of a base fit over no other one.
         pin_base: options.pin_base,
+        merges_into: options.merges_into,
         clock: Some(clock()),
         templates: templates.cloned(),
         tap: options.tap.clone(),

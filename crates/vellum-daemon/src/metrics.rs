@@ -499,6 +499,7 @@ mod tests {
                 "units": 23, "unit-size": 65536, "used-bytes": 65536, "demoted": 1,
                 "promoted-by-reason": {"asked": 1, "rule": 2, "times": 3, "heat": 24},
             })),
+            job: None,
             paused_seconds: None,
             held: 2,
             limits: BTreeMap::new(),

@@ -233,7 +233,7 @@ async fn copy_run(disk: &SharedDisk, new: &SharedDisk, run: GuestSpan, stop: &At
 }
 
 /// Whether both are known to read as zero in all of a piece.
-async fn both_zero(
+pub(crate) async fn both_zero(
     disk: &SharedDisk,
     new: &SharedDisk,
     piece: GuestSpan,

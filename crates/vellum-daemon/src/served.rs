@@ -18,13 +18,18 @@
 mod backup;
 mod behind;
 mod clones;
+mod committing;
 mod disks;
+mod external;
 mod flashed;
 mod gone;
 mod hand_over;
 mod hydrating;
+mod job;
 mod life;
 mod marks;
+mod place;
+mod rebasing;
 mod snapshots;
 mod steer;
 mod tending;
@@ -35,7 +40,7 @@ mod warming;
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
@@ -49,7 +54,6 @@ use vellum_export::Shutdown;
 use vellum_export::nbd::{Export, Exports, Removed};
 use vellum_export::vhost::Reconnects;
 use vellum_flash::FlashPolicy;
-use vellum_format::FormatKind;
 use vellum_format::fast::FastMedium;
 use vellum_format::image::{Snapshot, SnapshotSupport, Snapshots};
 use vellum_io::{WorkersHandle, clock, unblock};
@@ -66,11 +70,18 @@ use crate::meter::{LONG, Record};
 use crate::spec::{ExportSpec, HydrationSpec, ReadyDisk};
 use crate::stats::DiskStats;
 use behind::behind_valve;
+pub(crate) use committing::LiveCommit;
+use committing::Merging;
 pub(crate) use disks::{Disks, Opening};
+pub(crate) use external::{Overlay, put_on_top};
 use gone::Gone;
 pub use hydrating::prefetch_limits;
 use hydrating::{Hydrating, image_options};
+use job::Job;
+pub(crate) use job::JobWish;
 use life::{Life, Stage, Step};
+use place::Place;
+pub(crate) use rebasing::LiveRebase;
 pub(crate) use snapshots::SnapshotExports;
 pub(crate) use steer::Wish;
 use tending::Tending;
@@ -119,12 +130,10 @@ pub(crate) struct Served {
     number: usize,
     /// The names of its bitmaps.
     bitmaps: Vec<String>,
-    path: PathBuf,
-    canonical: PathBuf,
+    place: Mutex<Place>,
     life: Mutex<Life>,
+    /// How the image that it was named with is opened.
     image: ImageOptions,
-    /// The format of the image.
-    format: FormatKind,
     how: Arc<How>,
     workers: WorkersHandle,
     /// Nothing, when it could not be opened again.
@@ -165,6 +174,9 @@ pub(crate) struct Served {
     /// How often a snapshot was marked for clones; held while a mark is set or cleared.
     clone_marks: async_lock::Mutex<u64>,
     tiering: Tiering,
+    /// The last work on its chain.
+    job: Mutex<Option<Arc<Job>>>,
+    merging: Mutex<Option<Merging>>,
 }
 
 /// How long it is waited for where an image is, to find those that are one.
@@ -233,7 +245,7 @@ impl Served {
         }
         let is_barred = !export.image.read_only && hand_over::is_read_only(&chain);
         let remark = hand_over::remark(chain.top().head.handover(), &export.image);
-        let (inner, growing) = behind_valve(&chain, &export.path, &how, &record, is_barred).await;
+        let (inner, growing) = behind_valve(&chain, &export.path, &how, &record, (is_barred, None)).await;
         let valve = Valve::new(inner.clone(), clock());
         valve.bar(is_barred && hand_over::is_awaiting(&chain));
         // Where nothing can be controlled, there should be no overhead.
@@ -262,11 +274,14 @@ impl Served {
             own: own.clone(),
             number,
             bitmaps,
-            path: export.path.clone(),
-            canonical: group.canonical.clone(),
+            place: Mutex::new(Place {
+                path: export.path.clone(),
+                canonical: group.canonical.clone(),
+                format: chain.top().head.kind(),
+                stated: export.image.format,
+            }),
             life: Mutex::new(Life::new(group.exports.iter().map(|export| export.name.clone()))),
             image,
-            format: chain.top().head.kind(),
             how,
             workers,
             tallies: Mutex::new((chain.top_tally.clone(), chain.below_tally())),
@@ -290,6 +305,8 @@ impl Served {
             flash_stats: Mutex::default(),
             clone_marks: async_lock::Mutex::new(0),
             tiering: Tiering::default(),
+            job: Mutex::default(),
+            merging: Mutex::default(),
         });
         if let Err(error) = served.begin_as_said(&export.hydration, wish).await {
             served.end(&Exports::new()).await?;
@@ -303,17 +320,12 @@ impl Served {
         lock(&self.growing)
     }
 
-    /// The image.
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
-    }
-
     /// A description for the start of the server.
     pub(crate) fn introduction(&self) -> ReadyDisk {
         let geometry = self.disk.geometry();
         ReadyDisk {
-            image: self.path.clone(),
-            format: self.format,
+            image: self.path(),
+            format: self.format(),
             size: geometry.size,
             read_only: geometry.read_only,
         }
@@ -433,7 +445,7 @@ impl Served {
         let (state, paused_seconds) = self.state();
         let tallies = lock(&self.tallies).clone();
         DiskStats {
-            image: self.path.display().to_string(),
+            image: self.shown(),
             virtual_size: vellum_core::Disk::geometry(&*self.disk).size,
             state: state.to_owned(),
             paused_seconds,
@@ -453,6 +465,7 @@ impl Served {
             hydration: self.hydration_stats(),
             flash: self.flash_now(),
             tier: self.tier_now(),
+            job: self.job_now(),
         }
     }
 
@@ -483,6 +496,9 @@ impl Served {
     /// then until all users have left. While another task has the chain exclusively there is no background
     /// work, so this does not wait for it.
     pub(crate) fn stop_background(&self) {
+        if let Some(job) = &*lock(&self.job) {
+            job.cancel();
+        }
         let chain = self.chain.try_read();
         let chain = chain.as_ref().and_then(|chain| chain.as_ref());
         if let Some(snapshots) = chain.and_then(|chain| chain.top().opened.snapshots.as_ref()) {
@@ -541,8 +557,7 @@ impl Served {
         self.tend_no_more().await;
         // No user is left; a request that arrives nevertheless finds the valve closed.
         let hold = self.valve.hold().await;
-        let failed =
-            |why: &str| Err(Error::new(ErrorKind::Poisoned, format!("{}: {why}", self.path.display())));
+        let failed = |why: &str| Err(Error::new(ErrorKind::Poisoned, format!("{}: {why}", self.shown())));
         let mut closed = match &*chain {
             // No more requests are sent to it, so that nothing wrong is written.
             Some(_) if self.disk.is_broken() => failed(
@@ -573,7 +588,7 @@ impl Served {
             self.reconnects.lost();
         }
         if self.valve.losses().is_some_and(|losses| losses.is_unheard()) {
-            let path = self.path.display();
+            let path = self.shown();
             tracing::warn!(
                 "{path} lost writes when it was reopened, and no flush has reported the loss to a client since"
             );
@@ -590,7 +605,7 @@ impl Served {
         let late = async {
             clock().sleep(RELEASE_MAX).await;
             let why = "its storage does not answer: the files of the image stay open until it does";
-            Err(Error::new(ErrorKind::Io, format!("{}: {why}", self.path.display())))
+            Err(Error::new(ErrorKind::Io, format!("{}: {why}", self.shown())))
         };
         let gone = async {
             unblock(move || drop((watcher, chain))).await;
@@ -606,7 +621,7 @@ impl Served {
 
     /// Why it has not ended, if it has not.
     pub(crate) fn what_hangs(&self) -> Option<String> {
-        let (path, stage) = (self.path.display(), self.life().stage());
+        let (path, stage) = (self.shown(), self.life().stage());
         let under_way = self.record.under_way();
         let request = under_way.first().map(|(request, since)| {
             let more = match under_way.len() - 1 {
@@ -631,7 +646,7 @@ impl Served {
     /// Why nothing can be done with it.
     pub(super) fn is_closed(&self) -> Error {
         let why = "it is closed because it could not be reopened; `vellum export reopen` tries again";
-        Error::new(ErrorKind::Closed, format!("{}: {why}", self.path.display()))
+        Error::new(ErrorKind::Closed, format!("{}: {why}", self.shown()))
     }
 
     /// Restores the disk from a snapshot. No client may be connected; a client that comes meanwhile finds no
@@ -676,13 +691,6 @@ impl Served {
 
     fn disk_is_written(&self) -> bool {
         !vellum_core::Disk::geometry(&*self.disk()).read_only
-    }
-
-    /// The image, when snapshots of it can be served now. It stays as long as this is held.
-    fn written(&self) -> Option<Top<'_>> {
-        // This does not wait: while the disk is being restored from a snapshot there is none.
-        let top = Top::of(self.chain.try_read()?)?;
-        (top.member().opened.snapshots.is_some() && self.disk_is_written()).then_some(top)
     }
 }
 

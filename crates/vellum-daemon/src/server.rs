@@ -438,7 +438,7 @@ impl Server {
                 let (disk, exports, failures) = (disk.clone(), self.exports.clone(), failures.clone());
                 // On all workers, as closing may take them some time each.
                 self.workers.spawn(disk.number() % self.workers.count(), move || async move {
-                    let what = format!("closing {}", disk.path().display());
+                    let what = format!("closing {}", disk.shown());
                     if let Err(error) = contained(&what, disk.end(&exports)).await {
                         tracing::error!("a disk was not closed cleanly: {}", error.chain());
                         lock(&failures).push(error);
@@ -597,7 +597,7 @@ async fn opened(
             match opened {
                 Ok(served) => {
                     if served.may_miss_writes().await {
-                        tell_what_may_be_missing(spec, &served.path().display().to_string());
+                        tell_what_may_be_missing(spec, &served.shown());
                     }
                     send_away_when_broken(&served, seats.clients());
                     devices.begin(&served, &ids);

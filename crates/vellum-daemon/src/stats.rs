@@ -293,6 +293,41 @@ pub struct DiskStats {
     /// What it has on its fast medium, where there is one: as the answer to `tier-status`, without pins.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tier: Option<serde_json::Value>,
+    /// The last work on its chain, where there was any since it was opened.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub job: Option<JobStats>,
+}
+
+/// How far the work on the chain of a disk is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct JobStats {
+    /// `commit` or `rebase`.
+    pub job: &'static str,
+    /// `running`, `paused`, `switching`, `done`, `cancelled` or `failed`.
+    pub state: &'static str,
+    /// The image below that it is about.
+    pub base: String,
+    /// Bytes of the disk that it goes through.
+    pub bytes_total: u64,
+    /// So many of them are done.
+    pub bytes_done: u64,
+    /// Bytes of data that were written, all rounds together.
+    pub bytes_written: u64,
+    /// Bytes that guests have changed meanwhile, and that are to be copied again.
+    pub bytes_left: u64,
+    /// Bytes of data a second, at most.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bytes_per_second_max: Option<u64>,
+    /// The image on top, once it is done.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub image: Option<String>,
+    /// Images that are of no use once it is done.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub useless: Vec<String>,
+    /// Why it has failed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub last_error: Option<String>,
 }
 
 /// A server.

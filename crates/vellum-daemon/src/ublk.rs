@@ -184,7 +184,7 @@ impl<'a> Plan<'a> {
                  kernel; use --fuse FILE or --nbd unix:PATH instead",
             ));
         }
-        let mark = mark_of(image, snapshot).await;
+        let mark = mark_of(&image, snapshot).await;
         let found = match spec.number {
             Some(number) => look(&control, number, mark, spec.keeps, &facts).await?,
             None => Found::Nothing,

@@ -68,3 +68,28 @@ pub async fn call_in_turn(
         }
     }
 }
+
+/// How often a server is asked how far a job is.
+const JOB_EVERY: Duration = Duration::from_millis(100);
+
+/// Waits until the work on the chain of a disk has ended. `progress` gets the bytes of the disk and those that are done.
+///
+/// # Errors
+/// Those of [`call`].
+pub async fn watch_job(
+    socket: &Path,
+    disk: Option<&str>,
+    progress: &dyn Fn(u64, u64),
+) -> Result<serde_json::Value> {
+    loop {
+        let request =
+            Request::Job { disk: disk.map(str::to_owned), action: None, bytes_per_second_max: None };
+        let answer = call(socket, &request).await?;
+        let number = |name: &str| answer[name].as_u64().unwrap_or_default();
+        progress(number("bytes-total"), number("bytes-done"));
+        if !matches!(answer["state"].as_str(), Some("running" | "paused" | "switching")) {
+            return Ok(answer);
+        }
+        clock().sleep(JOB_EVERY).await;
+    }
+}

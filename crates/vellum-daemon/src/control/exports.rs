@@ -5,6 +5,8 @@
 //!   remove   flushed, unless broken ► no longer exported ► sessions end ► front ends get back their requests
 //!            ► the image closed, with its last name
 //! ```
+//!
+//! And those on which new images are put while they are served.
 
 use std::sync::Arc;
 
@@ -14,11 +16,11 @@ use vellum_core::{Disk, Error, ErrorKind, Result};
 use vellum_export::nbd::View;
 use vellum_io::{Address, Listener, clock};
 
-use super::Request;
 use super::server::Control;
+use super::{NewOverlay, Request};
 use crate::flash::policy_of;
 use crate::image::ImageOptions;
-use crate::served::{IS_READ, Served};
+use crate::served::{IS_READ, Overlay, Served, put_on_top};
 use crate::server::{send_away_when_broken, tell_what_may_be_missing, warn_if_open_to_all};
 use crate::spec::{ExportSpec, VhostSpec, parse_address};
 use vellum_layer::valve::RateLimits;
@@ -110,7 +112,7 @@ impl Control {
         self.seats.count();
         if is_new {
             if served.may_miss_writes().await {
-                tell_what_may_be_missing(&self.spec, &served.path().display().to_string());
+                tell_what_may_be_missing(&self.spec, &served.shown());
             }
             send_away_when_broken(&served, &self.clients);
         }
@@ -121,6 +123,29 @@ impl Control {
                 .begin(Some((served.number(), name.clone())), self.door.showing(view).accept(listener));
         }
         Ok(json!({ "name": name, "virtual-size": served.disk().geometry().size }))
+    }
+
+    /// Puts new images on top of disks.
+    pub(super) async fn snapshot_external(&self, overlays: &[NewOverlay]) -> Result<Value> {
+        let mut all = Vec::with_capacity(overlays.len());
+        for NewOverlay { disk, image, format } in overlays {
+            let format = format.as_deref().map(str::parse).transpose()?;
+            all.push((self.disks.find(disk.as_deref())?, Overlay { path: image.clone(), format }));
+        }
+        if all.is_empty() {
+            return Err(Error::invalid("name at least one new image"));
+        }
+        let done = put_on_top(&all).await?;
+        let facts = all.iter().zip(done).map(|((served, _), done)| {
+            json!({
+                "exports": served.names(),
+                "image": done.image,
+                "format": done.format.to_string(),
+                "backing-filename": done.below,
+                "held-us": u64::try_from(done.held.as_micros()).unwrap_or(u64::MAX),
+            })
+        });
+        Ok(json!({ "overlays": facts.collect::<Vec<_>>() }))
     }
 
     pub(super) async fn export_remove(&self, name: &str, force: bool, lose_unflushed: bool) -> Result<Value> {

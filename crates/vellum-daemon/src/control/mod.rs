@@ -34,7 +34,7 @@ use vellum_layer::migrate;
 
 use crate::pins::Pin;
 
-pub use client::{call, call_in_turn, call_within};
+pub use client::{call, call_in_turn, call_within, watch_job};
 
 /// The longest request, with the end of its line.
 pub const REQUEST_BYTES_MAX: usize = 64 << 10;
@@ -106,6 +106,59 @@ pub enum Request {
         disk: Option<String>,
         /// Its name or number.
         name: String,
+    },
+    /// Put a new image on top of each of these disks, at one moment: what is written from then on goes there. Answered when
+    /// requests continue.
+    SnapshotExternal {
+        /// Each disk once.
+        overlays: Vec<NewOverlay>,
+    },
+    /// Begin to write what images of a disk have into one below them. Answered when it has begun; `job` says how far it is.
+    #[serde(rename_all = "kebab-case")]
+    Commit {
+        /// The export of the disk; the only disk when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        disk: Option<String>,
+        /// The uppermost image whose contents are written, by its absolute path; the one on top when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        top: Option<PathBuf>,
+        /// The image that gets them, by its absolute path; the one directly below when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        base: Option<PathBuf>,
+        /// Even if other images stand on what becomes useless.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        force: bool,
+        /// So many bytes of data a second, at most.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        bytes_per_second_max: Option<u64>,
+    },
+    /// Begin to give the image of a disk another backing image. Answered when it has begun; `job` says how far it is.
+    #[serde(rename_all = "kebab-case")]
+    Rebase {
+        /// The export of the disk; the only disk when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        disk: Option<String>,
+        /// The new backing image, by its absolute path.
+        base: PathBuf,
+        /// Its format; detected when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        format: Option<String>,
+        /// So many bytes a second are read and compared, at most.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        bytes_per_second_max: Option<u64>,
+    },
+    /// Tell how far the work on the chain of a disk is, and steer it. Answered at once.
+    #[serde(rename_all = "kebab-case")]
+    Job {
+        /// The export of the disk; the only disk when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        disk: Option<String>,
+        /// What is to be done; only to tell when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        action: Option<JobAction>,
+        /// For `limit`: bytes of data a second, at most; no limit when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        bytes_per_second_max: Option<u64>,
     },
     /// Stop admitting requests. Answered when none is in flight and everything that was answered is durable.
     Pause {
@@ -340,6 +393,34 @@ pub enum Request {
     },
 }
 
+/// What is to be done with the work on the chain of a disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum JobAction {
+    /// It stops for a while.
+    Pause,
+    /// It goes on.
+    Resume,
+    /// It stops for good.
+    Cancel,
+    /// It goes so fast, at most.
+    Limit,
+}
+
+/// An image that is to go on top of a disk.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NewOverlay {
+    /// The export of the disk; the only disk when not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk: Option<String>,
+    /// Its file, by its absolute path. There is none of this name.
+    pub image: PathBuf,
+    /// Its format.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub format: Option<String>,
+}
+
 /// A step of a migration, as `vellum_layer::migrate` orders them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -378,7 +459,7 @@ impl MigrateStep {
 pub const PROTOCOL_VERSION: u32 = 1;
 
 /// All commands, by their names.
-pub const COMMANDS: [&str; 33] = [
+pub const COMMANDS: [&str; 37] = [
     "hello",
     "stats",
     "pause",
@@ -391,6 +472,9 @@ pub const COMMANDS: [&str; 33] = [
     "trace",
     "flatten",
     "backup",
+    "commit",
+    "rebase",
+    "job",
     "flash-policy",
     "flash-drain",
     "tier-status",
@@ -404,6 +488,7 @@ pub const COMMANDS: [&str; 33] = [
     "snapshot-release",
     "snapshot-rename",
     "snapshot-revert",
+    "snapshot-external",
     "client-list",
     "client-disconnect",
     "export-list",

@@ -19,7 +19,9 @@ use vellum_layer::valve::RateLimits;
 
 use super::lines::Lines;
 use super::places::Places;
-use super::{Answer, COMMANDS, ClientRow, MigrateStep, PROTOCOL_VERSION, REQUEST_BYTES_MAX, Request};
+use super::{
+    Answer, COMMANDS, ClientRow, JobAction, MigrateStep, PROTOCOL_VERSION, REQUEST_BYTES_MAX, Request,
+};
 use crate::backup::{BackedUp, Backup};
 use crate::closed::refuse_own_name;
 use crate::contained::{contained, in_rounds};
@@ -27,7 +29,7 @@ use crate::door::{Accepting, Door};
 use crate::flash::policy_of;
 use crate::pins::{FileTimes, PinChange};
 use crate::seats::Seats;
-use crate::served::{Disks, Wish, prefetch_limits};
+use crate::served::{Disks, JobWish, LiveCommit, LiveRebase, Wish, prefetch_limits};
 use crate::size_watchers::SizeWatchers;
 use crate::spec::ServeSpec;
 use crate::tier::Ranges;
@@ -153,6 +155,8 @@ impl Control {
             | Request::Pause { disk }
             | Request::Flatten { disk }
             | Request::Backup { disk, .. }
+            | Request::Commit { disk, .. }
+            | Request::Rebase { disk, .. }
             | Request::FlashPolicy { disk, .. }
             | Request::FlashDrain { disk }
             | Request::TierStatus { disk }
@@ -163,6 +167,9 @@ impl Control {
             | Request::MigrateStatus { disk }
             | Request::MigrateStep { disk, .. }
             | Request::ExportReopen { disk, .. } => disk.as_deref(),
+            Request::SnapshotExternal { overlays } => {
+                overlays.first().and_then(|overlay| overlay.disk.as_deref())
+            }
             Request::ExportRemove { name, .. } => Some(name.as_str()),
             Request::ExportAdd { image, .. } => return Ok(Some(image.display().to_string())),
             Request::Resume { .. }
@@ -171,6 +178,7 @@ impl Control {
             | Request::PrefetchPause { .. }
             | Request::PrefetchStatus { .. }
             | Request::Trace { .. }
+            | Request::Job { .. }
             | Request::ClientList {}
             | Request::ClientDisconnect { .. }
             | Request::Stats {}
@@ -235,6 +243,7 @@ impl Control {
                 self.disks.find(disk.as_deref())?.snapshot_revert(name, &self.exports).await?;
                 json!({})
             }
+            Request::SnapshotExternal { overlays } => self.snapshot_external(overlays).await?,
             Request::Pause { disk } => {
                 self.disks.find(disk.as_deref())?.pause().await?;
                 json!({ "state": "paused" })
@@ -307,6 +316,30 @@ impl Control {
                     self.disks.find(disk.as_deref())?.backup(&wish).await?;
                 json!({ "bytes-marked": bytes_marked, "bytes-copied": bytes_copied })
             }
+            Request::Commit { disk, top, base, force, bytes_per_second_max } => {
+                let wish = LiveCommit {
+                    top: top.clone(),
+                    base: base.clone(),
+                    force: *force,
+                    rate: *bytes_per_second_max,
+                };
+                json!(self.disks.find(disk.as_deref())?.commit(&wish).await?)
+            }
+            Request::Rebase { disk, base, format, bytes_per_second_max } => {
+                let format = format.as_deref().map(str::parse).transpose()?;
+                let wish = LiveRebase { base: base.clone(), format, rate: *bytes_per_second_max };
+                json!(self.disks.find(disk.as_deref())?.rebase(&wish).await?)
+            }
+            Request::Job { disk, action, bytes_per_second_max } => {
+                let wish = match action {
+                    None => JobWish::Status,
+                    Some(JobAction::Pause) => JobWish::Pause,
+                    Some(JobAction::Resume) => JobWish::Resume,
+                    Some(JobAction::Cancel) => JobWish::Cancel,
+                    Some(JobAction::Limit) => JobWish::Limit(*bytes_per_second_max),
+                };
+                json!(self.disks.find(disk.as_deref())?.steer_job(wish)?)
+            }
             Request::FlashPolicy { disk, set } => {
                 let disk = self.disks.find(disk.as_deref())?;
                 if let Some(set) = set {
@@ -363,7 +396,7 @@ impl Control {
                 let disk = self.disks.find(disk.as_deref())?;
                 let handover = disk.handover().await?;
                 json!({
-                    "image": disk.path().display().to_string(),
+                    "image": disk.shown(),
                     "virtual-size": vellum_core::Disk::geometry(&*disk.disk()).size,
                     "state": handover.map_or("none", Handover::word),
                     "number": handover.map(|handover| handover.number().to_string()),
@@ -378,7 +411,7 @@ impl Control {
                         MigrateStep::Show => disk.ask_for(number_read, &self.exports).map(|()| None)?,
                         _ => disk.looks_for(number_read).await?,
                     };
-                    return Ok(json!({ "image": disk.path().display().to_string(), "seen": seen }));
+                    return Ok(json!({ "image": disk.shown(), "seen": seen }));
                 };
                 if *step == MigrateStep::Seal && *receipt != Some(number_read.receipt()) {
                     let why = "the source is given up for good only when the target has taken over: give the receipt that \
@@ -387,7 +420,7 @@ impl Control {
                 }
                 let done = disk.hand_over(its, number_read, &self.exports).await?;
                 json!({
-                    "image": disk.path().display().to_string(),
+                    "image": disk.shown(),
                     "state": done.handover.map_or("none", Handover::word),
                     "number": number,
                     "receipt": (*step == MigrateStep::Accept).then(|| number_read.receipt()),

@@ -97,7 +97,7 @@ impl fmt::Display for Request {
 
 /// What is known of a disk's requests.
 pub(crate) struct Record {
-    image: String,
+    image: Mutex<String>,
     clock: Arc<dyn Clock>,
     holds_when_full: bool,
     times: [OnceLock<Box<Histogram>>; Kind::ALL.len()],
@@ -175,7 +175,7 @@ impl Record {
     /// `holds_when_full`: a request that finds no space is tried again, and its client gets no error.
     pub(crate) fn new(image: String, clock: Arc<dyn Clock>, holds_when_full: bool) -> Arc<Self> {
         Arc::new(Self {
-            image,
+            image: Mutex::new(image),
             clock,
             holds_when_full,
             times: Default::default(),
@@ -187,6 +187,15 @@ impl Record {
             work: Work::default(),
             flash: OnceLock::new(),
         })
+    }
+
+    /// The image of its disk is another one from now on.
+    pub(crate) fn is_of(&self, image: String) {
+        *lock(&self.image) = image;
+    }
+
+    fn image(&self) -> String {
+        lock(&self.image).clone()
     }
 
     fn begin(&self, request: Request) -> Entry<'_> {
@@ -253,7 +262,7 @@ impl Record {
         }
         let said = lock(&self.troubles).add(request, error, self.clock.now());
         let Some(more) = said else { return };
-        let (image, why, more) = (&self.image, error.chain(), more_of_them(more));
+        let (image, why, more) = (self.image(), error.chain(), more_of_them(more));
         match error.kind() {
             ErrorKind::NoSpace if self.holds_when_full => tracing::warn!(
                 "{image}: {request} waits for space, and later requests wait as well: {why}{more}; they are retried \
@@ -274,7 +283,7 @@ impl Record {
     pub(crate) fn look(&self) {
         let now = self.clock.now();
         for (kind, more) in lock(&self.troubles).left_out(now) {
-            tracing::warn!("{}: {more} more requests have failed ({kind:?})", self.image);
+            tracing::warn!("{}: {more} more requests have failed ({kind:?})", self.image());
         }
         let under_way = self.under_way();
         let long = under_way.iter().filter(|(_, since)| *since >= LONG).count();
@@ -286,7 +295,7 @@ impl Record {
                 tracing::warn!(
                     "{}: the storage does not answer: {request} has been in flight for {} s, and {} other requests \
                      for more than {} s",
-                    self.image,
+                    self.image(),
                     since.as_secs(),
                     long - 1,
                     LONG.as_secs(),
@@ -294,7 +303,7 @@ impl Record {
             }
             (None, Some(_)) => {
                 *said = None;
-                tracing::warn!("{}: the storage answers again", self.image);
+                tracing::warn!("{}: the storage answers again", self.image());
             }
             _ => {}
         }

@@ -51,13 +51,13 @@ impl Served {
         if chain.flash().is_some() {
             return Err(Error::unsupported(format!(
                 "{}: its flash cache may hold writes that are not marked yet: serve the disk without one for a backup",
-                self.path.display()
+                self.shown()
             )));
         }
         if chain.top().head.is_encrypted() {
             return Err(Error::unsupported(format!(
                 "{}: its disk is encrypted, and the backup would not be",
-                self.path.display()
+                self.shown()
             )));
         }
         let bitmaps = bitmaps_of(chain)?;

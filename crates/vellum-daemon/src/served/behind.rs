@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use vellum_core::SharedDisk;
+use vellum_layer::noted::{NotedDisk, Notes};
 use vellum_layer::{Chain, Durable};
 
 use super::{How, hand_over};
@@ -16,12 +17,16 @@ pub(super) async fn behind_valve(
     path: &Path,
     how: &How,
     record: &Arc<Record>,
-    is_barred: bool,
+    (is_barred, notes): (bool, Option<Arc<Notes>>),
 ) -> (SharedDisk, Option<Arc<Growing>>) {
     let growing = Growing::over(chain.disk(), path.display().to_string(), how.grow_hook.clone()).await;
     let disk: SharedDisk = match &growing {
         Some(growing) => growing.clone(),
         None => chain.disk().clone(),
+    };
+    let disk = match notes {
+        Some(notes) => NotedDisk::over(disk, notes),
+        None => disk,
     };
     let disk = hand_over::barred(chain, disk, is_barred);
     let disk = if how.is_durable { Durable::over(disk) } else { disk };

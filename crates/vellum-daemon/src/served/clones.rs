@@ -27,7 +27,7 @@ impl Served {
     /// Clones of its snapshots, in this server, read its file from now on. The image is closed.
     pub(super) async fn forks_read_file(&self) {
         if let Ok(host) = self.image.host().await {
-            self.how.templates.left(&host, &self.canonical).await;
+            self.how.templates.left(&host, &self.canonical()).await;
         }
     }
 
@@ -38,7 +38,7 @@ impl Served {
         let snapshot = kept(top.member(), "cloned")?.mark_cloned(wanted).await?;
         *marks += 1;
         let Snapshot { id, name, size, .. } = snapshot;
-        Ok(HeldSnapshot { image: self.canonical.clone(), id, name, virtual_size: size })
+        Ok(HeldSnapshot { image: self.canonical(), id, name, virtual_size: size })
     }
 
     /// Records that no clone stands on a snapshot any more, unless one is found beside its image or in these
@@ -51,10 +51,10 @@ impl Served {
         let snapshots = kept(top.member(), "released")?;
         let snapshot = snapshot_of(&snapshots.list()?, wanted)?;
         let before = *self.clone_marks.lock().await;
-        refuse_while_cloned(&self.canonical, &snapshot, look_in).await?;
+        refuse_while_cloned(&self.canonical(), &snapshot, look_in).await?;
         let marks = self.clone_marks.lock().await;
         if *marks != before {
-            let path = self.path.display();
+            let path = self.shown();
             let why = format!(
                 "a clone of {path} was made just now: try again, if {wanted} is still to be released"
             );

@@ -205,7 +205,7 @@ impl Disks {
         let served = or(opening, self.abandoned(&asks_remote)).await?;
         let lost: Vec<Duration> = {
             let lost = self.lost_now();
-            lost.iter().filter(|(path, _)| *path == served.canonical).map(|(_, when)| *when).collect()
+            lost.iter().filter(|(path, _)| *path == served.canonical()).map(|(_, when)| *when).collect()
         };
         if let Some(when) = lost.into_iter().max().filter(|_| served.disk_is_written())
             && let Err(error) = served.has_lost_writes(when).await
@@ -266,7 +266,7 @@ impl Disks {
         let canonical = canonical_path(&export.path).await;
         drop(coming);
         let there =
-            canonical.ok().and_then(|path| self.all().into_iter().find(|served| served.canonical == path));
+            canonical.ok().and_then(|path| self.all().into_iter().find(|served| served.canonical() == path));
         if let Some(served) = there {
             // A second name may be for reading alone, not the other way round.
             if served.image.read_only && !export.image.read_only {
@@ -295,7 +295,7 @@ impl Disks {
         self.lock().retain(|other| !Arc::ptr_eq(other, served));
         let ended = served.end(&self.exports).await;
         if let Some(when) = served.lost_when(&ended) {
-            self.lost_now().push((served.canonical.clone(), when));
+            self.lost_now().push((served.canonical(), when));
         }
         lock(&self.going).retain(|other| !Arc::ptr_eq(other, served));
         ended

@@ -110,10 +110,7 @@ impl Served {
             .is_some_and(|flash| flash.policy() == FlashPolicy::WriteBack);
         match self.how.flash.as_ref().filter(|_| uses) {
             Some(flash) => flash.works().context(|| {
-                format!(
-                    "{} cannot be opened again, so nothing was changed, and reads go on",
-                    self.path.display()
-                )
+                format!("{} cannot be opened again, so nothing was changed, and reads go on", self.shown())
             }),
             None => Ok(()),
         }
@@ -131,7 +128,7 @@ impl Served {
 
     /// What it means that the image could not be closed well. Nothing is missing where the cache still has it.
     pub(super) fn not_closed(&self, error: Error, chain: &Chain) -> Error {
-        let path = self.path.display();
+        let path = self.shown();
         if let (Some(flash), Some(cache)) = (chain.flash(), &self.how.flash)
             && flash.policy() == FlashPolicy::WriteBack
             && cache.works().is_ok()

@@ -173,10 +173,12 @@ impl Served {
     /// How its image is opened now: as the user wants by now, unless a migration forbids to write it.
     pub(super) fn image_options(&self) -> ImageOptions {
         let read_only = self.image.read_only || self.is_barred();
-        let mut options = ImageOptions { read_only, ..self.image.clone() };
+        let format = lock(&self.place).stated;
+        let mut options = ImageOptions { read_only, format, ..self.image.clone() };
         if let (Some(flash), Some(policy)) = (&mut options.flash, *lock(&self.flash_policy)) {
             flash.policy = Some(policy);
         }
+        self.put_merging(&mut options);
         options
     }
 
@@ -243,13 +245,13 @@ impl Served {
         let source = self
             .source_at(&below)
             .await
-            .map_err(|error| error.context(format!("{} does not reach its source", self.path.display())))?;
+            .map_err(|error| error.context(format!("{} does not reach its source", self.shown())))?;
         Ok(Some(source.description().contains(&format!("{}{challenge}", info::ASKED))))
     }
 
     fn is_its_disk(&self) -> Result<()> {
         let Some(snapshot) = &self.image.snapshot else { return Ok(()) };
-        let path = self.path.display();
+        let path = self.shown();
         let why = format!(
             "the snapshot {snapshot} of {path} is served, and not its disk: serve it without --load-snapshot to migrate it"
         );
@@ -275,7 +277,7 @@ impl Served {
         exports: &Exports,
     ) -> Result<HandedOver> {
         self.is_its_disk()?;
-        let path = self.path.display().to_string();
+        let path = self.shown();
         let _step = self.begin(Step::HandOver)?;
         let mut chain = self.alone_or_closed().await?;
         let before = match chain.as_ref() {
@@ -329,7 +331,7 @@ impl Served {
         let changed = match closed.and(released) {
             Ok(()) => {
                 // Clones of its snapshots, in this server, hold the file as well.
-                let forks = self.how.templates.hold(&self.canonical).await;
+                let forks = self.how.templates.hold(&self.canonical()).await;
                 let changed = self.change_handover(after).await;
                 drop(forks);
                 changed
@@ -418,7 +420,7 @@ impl Served {
         }
         let says = self.read_handover().await?;
         if says.is_none_or(Handover::allows_writing) {
-            let forks = self.how.templates.hold(&self.canonical).await;
+            let forks = self.how.templates.hold(&self.canonical()).await;
             let changed = self.change_handover(says).await;
             drop(forks);
             changed?;
@@ -434,7 +436,7 @@ impl Served {
     /// Those of opening them; `Refused` if one is another than the one that is open.
     pub(super) async fn could_be_opened_again(&self, open: Option<&Chain>) -> Result<()> {
         let nothing = || {
-            let path = self.path.display();
+            let path = self.shown();
             format!(
                 "{path} could not be opened again after it was closed, so nothing was changed, and the disk goes on"
             )
@@ -459,7 +461,7 @@ impl Served {
 
     /// Whether this server can take the step on an image in this state.
     fn may_hand_over(&self, step: migrate::Step, now: Option<Handover>, is_open: bool) -> Result<()> {
-        let path = self.path.display();
+        let path = self.shown();
         let is_broken = || self.disk.is_broken() || self.life().is_cut_off() || self.record.is_poisoned();
         // What a disk lost that is closed was reported when it was closed.
         if is_open && is_broken() {
@@ -480,7 +482,7 @@ impl Served {
     }
 
     /// Its requests wait, and everything that was answered is durable.
-    async fn hold_flushed(self: &Arc<Self>, open: Option<&Chain>) -> Result<Held<'_>> {
+    pub(super) async fn hold_flushed(self: &Arc<Self>, open: Option<&Chain>) -> Result<Held<'_>> {
         let held = self.hold_for_reopening(open).await?;
         let Some(open) = open else { return Ok(held) };
         match self.has_room_in_time(open).await {
@@ -499,7 +501,7 @@ impl Served {
             Some(open) => path_below(open),
             None => self.path_in_header().await?,
         };
-        let refused = |why: &str| Error::new(ErrorKind::Refused, format!("{}: {why}", self.path.display()));
+        let refused = |why: &str| Error::new(ErrorKind::Refused, format!("{}: {why}", self.shown()));
         let below = below.ok_or_else(|| refused("it has no source"))?;
         let source = self.source_at(&below).await?;
         let proof = Proof::new(ProofKind::Moved, self.disk.geometry().size, number.to_string())?;
@@ -522,10 +524,10 @@ impl Served {
 
     /// The image below, as the header names it.
     async fn path_in_header(&self) -> Result<Option<PathBuf>> {
-        let options = ImageOptions { read_only: true, format: Some(self.format), ..self.image.clone() };
-        let (storage, format) = open_file(&self.path, &options).await?;
+        let options = ImageOptions { read_only: true, format: Some(self.format()), ..self.image.clone() };
+        let (storage, format) = open_file(&self.path(), &options).await?;
         let head = format.format().read(&*storage).await?;
-        head.backing().map(|(name, _)| Gate::resolve(&self.path, name)).transpose()
+        head.backing().map(|(name, _)| Gate::resolve(&self.path(), name)).transpose()
     }
 
     /// The file under its name is the one that is open: another one in its place would lack what was written since.
@@ -539,10 +541,10 @@ impl Served {
         else {
             return Ok(());
         };
-        let path = self.path.clone();
+        let path = self.path();
         let there =
-            unblock_at(&self.path, move || Ok(std::fs::metadata(&path).map(|facts| facts.ino()))).await?;
-        let name = self.path.display();
+            unblock_at(&self.path(), move || Ok(std::fs::metadata(&path).map(|facts| facts.ino()))).await?;
+        let name = self.shown();
         let why = match there {
             Ok(there) if there == number => return Ok(()),
             Ok(_) => format!(
@@ -558,20 +560,20 @@ impl Served {
     }
 
     async fn read_handover(&self) -> Result<Option<Handover>> {
-        let options = ImageOptions { read_only: true, format: Some(self.format), ..self.image.clone() };
-        let (storage, format) = open_file(&self.path, &options).await?;
+        let options = ImageOptions { read_only: true, format: Some(self.format()), ..self.image.clone() };
+        let (storage, format) = open_file(&self.path(), &options).await?;
         Ok(format.format().read(&*storage).await?.handover())
     }
 
     /// An image that may be written and was not closed is recovered first.
     async fn change_handover(&self, after: Option<Handover>) -> Result<()> {
-        let options = ImageOptions { read_only: false, format: Some(self.format), ..self.image.clone() };
-        let (storage, format) = open_file(&self.path, &options).await?;
+        let options = ImageOptions { read_only: false, format: Some(self.format()), ..self.image.clone() };
+        let (storage, format) = open_file(&self.path(), &options).await?;
         let head = format.format().read(&*storage).await?;
         if head.was_left_open() && head.handover().is_none_or(Handover::allows_writing) {
             drop((head, storage));
-            recover(&self.path, Some(self.format)).await?;
-            let (storage, format) = open_file(&self.path, &options).await?;
+            recover(&self.path(), Some(self.format())).await?;
+            let (storage, format) = open_file(&self.path(), &options).await?;
             return format.format().set_handover(&storage, after).await;
         }
         format.format().set_handover(&storage, after).await

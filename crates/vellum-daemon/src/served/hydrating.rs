@@ -72,7 +72,7 @@ impl Hydrating {
         let worker = workers.count() - 1 - served.number() % workers.count();
         let its = served.clone();
         let task = workers.spawn(worker, move || async move {
-            let what = format!("the hydration of {}", its.path().display());
+            let what = format!("the hydration of {}", its.shown());
             let filler = filler(&its, tap);
             in_rounds(&what, async || {
                 zip(filler.keep_copies(), its.hydrate(&filler)).await;
@@ -268,11 +268,11 @@ impl Served {
                 State::Changed => {
                     let error =
                         progress.last_error.unwrap_or_else(|| Error::new(ErrorKind::Changed, "it changed"));
-                    break Err(error.context(format!("can't flatten {}", self.path.display())));
+                    break Err(error.context(format!("can't flatten {}", self.shown())));
                 }
                 State::NoSpace | State::Failed if self.hydration.counts().errors > errors => {
                     let error = progress.last_error.unwrap_or_else(|| Error::new(ErrorKind::Io, "it failed"));
-                    break Err(error.context(format!("can't flatten {}", self.path.display())));
+                    break Err(error.context(format!("can't flatten {}", self.shown())));
                 }
                 State::Paused => break Err(self.in_use("its prefetching was paused")),
                 _ if self.hydration.is_over() => break Err(self.in_use("it is being reopened or removed")),
@@ -286,7 +286,7 @@ impl Served {
     fn has_snapshots(&self) -> Error {
         Error::unsupported(format!(
             "{} has snapshots, which also read from its backing image: delete them first",
-            self.path.display()
+            self.shown()
         ))
     }
 
@@ -299,14 +299,15 @@ impl Served {
         let tap = tap.filter(|tap| tap.keeps_order()).ok_or_else(|| {
             Error::unsupported(format!(
                 "{}: the order in which it is read is not recorded: serve it with --record-trace, over a backing image",
-                self.path.display()
+                self.shown()
             ))
         })?;
         Ok(tap.order())
     }
 
     fn may_be_hydrated(&self) -> Result<()> {
-        let path = self.path.display();
+        self.is_not_merging()?;
+        let path = self.shown();
         if lock(&self.tap).is_none() {
             return Err(match self.disk_is_written() {
                 _ if self.is_barred() => Error::new(
@@ -370,7 +371,7 @@ impl Served {
                 past_end,
                 trace.runs.len(),
                 trace.file.display(),
-                self.path.display()
+                self.shown()
             );
         }
     }
@@ -398,7 +399,7 @@ impl Served {
             return;
         }
         if let Err(error) = self.may_be_hydrated() {
-            let path = self.path.display();
+            let path = self.shown();
             tracing::warn!("{path} asks for copies of its backing image, but gets none: {}", error.chain());
         } else if wish.prefetch && !said.prefetch {
             self.prefetch_pinned(Some(said.limits), said.trace.as_ref().map(|trace| trace.runs.clone()));
@@ -439,7 +440,7 @@ impl Served {
 
     /// The task that copies ahead of need.
     async fn hydrate(&self, filler: &Filler) {
-        let path = self.path.display();
+        let path = self.shown();
         loop {
             match filler.prefetch().await {
                 Outcome::Complete => {}
@@ -527,7 +528,7 @@ fn takes_no_copies(served: &Served) -> Error {
     Error::unsupported(format!(
         "{}: this image takes no copies of its backing image while it is served; `vellum flatten` copies everything \
          while it is not",
-        served.path.display()
+        served.shown()
     ))
 }
 

@@ -28,6 +28,9 @@ pub(super) enum Step {
     Reopen,
     Revert,
     Snapshot,
+    Overlay,
+    Commit,
+    Rebase,
     Detach,
     Pin,
     HandOver,
@@ -36,7 +39,7 @@ pub(super) enum Step {
 }
 
 impl Step {
-    fn words(self) -> &'static str {
+    pub(super) fn words(self) -> &'static str {
         match self {
             Self::Pause => "it is being paused; try again when that is done",
             Self::Resize => "it is being resized; try again when that is done",
@@ -46,6 +49,10 @@ impl Step {
             Self::Detach => "it is being detached from its backing image; try again when that is done",
             Self::Flash => "its use of the flash cache is being changed; try again when that is done",
             Self::HandOver => "a step of its migration is in progress; try again when that is done",
+            Self::Overlay => "a new image is being put on top of it; try again when that is done",
+            Self::Commit | Self::Rebase => {
+                "its chain is being changed (`vellum job status`); `vellum job cancel` ends that"
+            }
             Self::Snapshot => "its snapshots are being changed; try again when that is done",
             Self::Revert => "it is being reverted to a snapshot; try again when that is done",
         }

@@ -23,6 +23,7 @@ use crate::control::SnapshotFacts;
 impl Served {
     /// Makes a snapshot. Returns its id.
     pub(crate) async fn snapshot_create(&self, name: &str) -> Result<String> {
+        self.has_no_job()?;
         let now = since_1970();
         let top = self.top().await?;
         if must_be_closed(&top) {
@@ -75,7 +76,7 @@ impl Served {
         let snapshots = kept(top.member(), "deleted")?;
         match snapshots.delete(wanted).await {
             Ok(()) => Ok(()),
-            Err(error) => Err(with_clones(error, &self.canonical, &snapshots.list()?, wanted).await),
+            Err(error) => Err(with_clones(error, &self.canonical(), &snapshots.list()?, wanted).await),
         }
     }
 
@@ -84,7 +85,7 @@ impl Served {
         let top = self.top().await?;
         if !must_be_closed(&top) {
             kept(top.member(), "renamed")?;
-            return Err(not_renamed(&self.path));
+            return Err(not_renamed(&self.path()));
         }
         drop(top);
         let rename = async |closed: &'static dyn ClosedSnapshots, image: &SharedStorage| {
@@ -113,6 +114,15 @@ impl Served {
         chain.resume_forks();
         self.follow(held, &chain, &before).await;
         changed
+    }
+}
+
+impl Served {
+    /// The image, when snapshots of it can be served now. It stays as long as this is held.
+    fn written(&self) -> Option<Top<'_>> {
+        // This does not wait: while the disk is being restored from a snapshot there is none.
+        let top = Top::of(self.chain.try_read()?)?;
+        (top.member().opened.snapshots.is_some() && self.disk_is_written()).then_some(top)
     }
 }
 

@@ -15,6 +15,7 @@ use vellum_core::{BlockSize, Disk, Error, ErrorKind, Result, SharedDisk, lock};
 use vellum_export::nbd::Exports;
 use vellum_io::{Task, clock, spawn_local};
 use vellum_layer::Chain;
+use vellum_layer::noted::Notes;
 use vellum_layer::valve::{Hold, RateLimits, State, Valve};
 
 use super::gone::Gone;
@@ -102,7 +103,7 @@ impl Drop for Held<'_> {
         }
         self.served.life().set_cut_off(true);
         self.served.valve.exchange(&self.hold, Gone::of(&*self.served.disk));
-        let path = self.served.path.display();
+        let path = self.served.shown();
         tracing::error!(
             "{path}: a change of it was interrupted; requests fail until `vellum export reopen` recovers it"
         );
@@ -155,7 +156,7 @@ impl Drop for Wanted<'_> {
 
 impl Served {
     pub(crate) fn in_use(&self, why: &str) -> Error {
-        Error::new(ErrorKind::Locked, format!("{}: {why}", self.path.display()))
+        Error::new(ErrorKind::Locked, format!("{}: {why}", self.shown()))
     }
 
     /// Has the step to itself, as long as this is held.
@@ -210,7 +211,7 @@ impl Served {
             settled.map_err(|error| {
                 error.context(format!(
                     "{} is not paused, because its image lacks writes that are in the flash cache",
-                    self.path.display()
+                    self.shown()
                 ))
             })?;
             unless_kept.keep();
@@ -218,7 +219,7 @@ impl Served {
                 return Err(self.in_use("it was resumed before it had paused"));
             }
         }
-        tracing::warn!("{} is paused: its requests wait until it is resumed", self.path.display());
+        tracing::warn!("{} is paused: its requests wait until it is resumed", self.shown());
         Ok(())
     }
 
@@ -228,7 +229,7 @@ impl Served {
         let was_stopped = self.valve.resume();
         let was_held = self.valve.try_again();
         if was_stopped {
-            tracing::warn!("{} is resumed", self.path.display());
+            tracing::warn!("{} is resumed", self.shown());
         }
         (was_stopped, was_held)
     }
@@ -291,11 +292,7 @@ impl Served {
                 return Err(error);
             }
             if may_be_closed && let Err(error) = open.close().await {
-                tracing::warn!(
-                    "closing {} before it is reopened failed: {}",
-                    self.path.display(),
-                    error.chain()
-                );
+                tracing::warn!("closing {} before it is reopened failed: {}", self.shown(), error.chain());
                 is_well = false;
             }
             // What is closed well has lost nothing, and where each write is durable when it is answered,
@@ -322,7 +319,7 @@ impl Served {
         }
         let count = self.valve.losses().map_or(0, |losses| losses.count());
         let may_miss = self.losses_said.swap(count, Ordering::AcqRel) != count;
-        let path = self.path.display();
+        let path = self.shown();
         if may_miss {
             tracing::warn!(
                 "{path} was closed and reopened after a failure: writes that were acknowledged but not flushed may \
@@ -400,7 +397,7 @@ impl Served {
             // A storage that this flush has stopped reports it only the next time. Then it has lost them
             // already.
             Err(error) if is_full(&error) && flush().await.is_err_and(|error| is_full(&error)) => {
-                let path = self.path.display();
+                let path = self.shown();
                 let why = format!(
                     "{path}: the host has no space for writes that were acknowledged but not flushed, and closing \
                      the image now would lose them: free space and try again, or give them up with \
@@ -423,7 +420,7 @@ impl Served {
         tracing::warn!(
             "{}: writes that were acknowledged but not flushed before it was removed may be missing; the first \
              flush of each connection fails once",
-            self.path.display()
+            self.shown()
         );
         Ok(())
     }
@@ -433,7 +430,7 @@ impl Served {
     async fn open_released(&self) -> Result<Chain> {
         let mut tries = 0;
         loop {
-            let opened = open_over(Some(&self.how.templates), &self.path, &self.image_options()).await;
+            let opened = open_over(Some(&self.how.templates), &self.path(), &self.image_options()).await;
             let is_held = opened.as_ref().is_err_and(|error| error.kind() == ErrorKind::Locked);
             if !is_held || tries == RELEASED_TRIES {
                 return opened;
@@ -454,7 +451,7 @@ impl Served {
         };
         opened.settle().await?;
         let (inner, growing) =
-            behind_valve(&opened, &self.path, &self.how, &self.record, self.is_barred()).await;
+            behind_valve(&opened, &self.path(), &self.how, &self.record, self.over_disk()).await;
         *lock(&self.tallies) = (opened.top_tally.clone(), opened.below_tally());
         self.valve.exchange(hold, inner);
         if !self.is_barred() {
@@ -506,12 +503,17 @@ impl Served {
         grown
     }
 
+    /// Whether a migration forbids to write it, and where its changes are noted.
+    fn over_disk(&self) -> (bool, Option<Arc<Notes>>) {
+        (self.is_barred(), lock(&self.merging).as_ref().and_then(|merging| merging.notes.clone()))
+    }
+
     /// Requests go to the chain's disk from now on, if that is another one than before. The previous disk
     /// keeps the task that watches its device as long as it is open: of two such tasks one would wait for
     /// answers that the other gets.
     pub(super) async fn follow(&self, held: Held<'_>, chain: &Chain, before: &SharedDisk) {
         if let Some(error) = chain.gone() {
-            let (path, error) = (self.path.display(), error.chain());
+            let (path, error) = (self.shown(), error.chain());
             tracing::error!(
                 "{path} is closed, and every request fails until `vellum export reopen` opens it again: {error}"
             );
@@ -520,7 +522,7 @@ impl Served {
             return held.finish();
         }
         let (inner, growing) =
-            behind_valve(chain, &self.path, &self.how, &self.record, self.is_barred()).await;
+            behind_valve(chain, &self.path(), &self.how, &self.record, self.over_disk()).await;
         self.valve.exchange(&held.hold, inner);
         *self.watcher() = growing;
         self.record.work.wake();

@@ -45,7 +45,7 @@ impl Tending {
         let worker = workers.count() - 1 - served.number() % workers.count();
         let (its, ended) = (served.clone(), has_ended.clone());
         let mut tasks = vec![workers.spawn(worker, move || async move {
-            let what = format!("the background work on {}", its.path().display());
+            let what = format!("the background work on {}", its.shown());
             in_rounds(&what, async || {
                 tend(&its, &ended).await;
                 ControlFlow::Break(())
@@ -55,7 +55,7 @@ impl Tending {
         if served.growing().is_some() {
             let (its, ended) = (served.clone(), has_ended.clone());
             tasks.push(workers.spawn(worker, move || async move {
-                let what = format!("the watch on the device of {}", its.path().display());
+                let what = format!("the watch on the device of {}", its.shown());
                 in_rounds(&what, async || {
                     if ended.load(Ordering::Acquire) {
                         return ControlFlow::Break(());
@@ -72,7 +72,7 @@ impl Tending {
         if served.how.warms {
             let (its, ended) = (served.clone(), has_ended.clone());
             tasks.push(workers.spawn(worker, move || async move {
-                let what = format!("the heat of {}", its.path().display());
+                let what = format!("the heat of {}", its.shown());
                 in_rounds(&what, async || {
                     warm(&its, &ended).await;
                     ControlFlow::Break(())

@@ -9,7 +9,7 @@ use vellum_core::{
     Buffer, GuestOffset, ImageOffset, ImageSpan, Limits, LocalFuture, MemoryStorage, SharedStorage, Storage,
     StorageRun, WriteFlags, Zeroes,
 };
-use vellum_format::{native, qcow2};
+use vellum_format::{FormatKind, native, qcow2};
 use vellum_io::{IoMode, Workers, WorkersConfig, spawn_local};
 use vellum_layer::{ChainOptions, Opener, Purpose};
 

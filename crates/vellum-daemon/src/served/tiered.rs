@@ -41,10 +41,10 @@ impl Served {
     pub(crate) async fn pin(&self, change: &PinChange) -> Result<ChosenFiles> {
         let _one = self.tiering.pinning.lock().await;
         drop(self.chain_to_change().await?);
-        let pinning = Pinning::begin(&self.canonical, change).await?;
+        let pinning = Pinning::begin(&self.canonical(), change).await?;
         let found = self.read_files(async |disk| pinning.find(disk).await).await?;
         let chain = self.chain_to_change().await?;
-        pinning.apply(&self.canonical, chain.as_ref().ok_or_else(|| self.is_closed())?, found).await
+        pinning.apply(&self.canonical(), chain.as_ref().ok_or_else(|| self.is_closed())?, found).await
     }
 
     /// Copies the files that were written long ago and read lately.
@@ -56,7 +56,7 @@ impl Served {
         drop(self.chain_to_change().await?);
         let found = self.read_files(async |disk| find_by_times(disk, times).await).await?;
         let chain = self.chain_to_change().await?;
-        apply_times(&self.canonical, chain.as_ref().ok_or_else(|| self.is_closed())?, found).await
+        apply_times(&self.canonical(), chain.as_ref().ok_or_else(|| self.is_closed())?, found).await
     }
 
     /// The chain, for a change of the image that no guest has asked for.
@@ -76,7 +76,7 @@ impl Served {
     /// As for what it has; those of the pins file.
     pub(crate) async fn tier_status(&self) -> Result<serde_json::Value> {
         let mut facts = self.tier_facts().await?;
-        facts["pins"] = serde_json::json!(pins_of(&self.canonical).await?);
+        facts["pins"] = serde_json::json!(pins_of(&self.canonical()).await?);
         Ok(facts)
     }
 
@@ -104,10 +104,7 @@ impl Served {
     /// Reads the disk as it is now, while guests go on.
     async fn read_files<T>(&self, act: impl AsyncFnOnce(&dyn Disk) -> Result<T>) -> Result<T> {
         if !self.disk_is_written() {
-            return Err(Error::new(
-                ErrorKind::ReadOnly,
-                format!("{} is served read-only", self.path.display()),
-            ));
+            return Err(Error::new(ErrorKind::ReadOnly, format!("{} is served read-only", self.shown())));
         }
         self.delete_files_snapshot().await?;
         self.snapshot_create(FILES_SNAPSHOT).await?;
@@ -121,7 +118,7 @@ impl Served {
         };
         let read = read.await;
         let deleted = self.delete_files_snapshot().await;
-        let path = self.path.display().to_string();
+        let path = self.shown();
         read.and_then(|read| deleted.map(|()| read)).map_err(|error| error.context(path))
     }
 
@@ -135,7 +132,7 @@ impl Served {
         {
             tracing::warn!(
                 "{}: snapshot {FILES_SNAPSHOT}, which a change of pins has left, is still there: {}",
-                self.path.display(),
+                self.shown(),
                 error.chain()
             );
         }

@@ -67,7 +67,7 @@ pub(super) async fn warm(served: &Served, has_ended: &AtomicBool) {
             Ok(wait) => wait,
             Err(error) => {
                 if !std::mem::replace(&mut warming.has_failed, true) {
-                    let path = served.path().display();
+                    let path = served.shown();
                     tracing::warn!(
                         "{path}: nothing comes to its fast medium for its heat now: {}",
                         error.chain()
@@ -79,9 +79,9 @@ pub(super) async fn warm(served: &Served, has_ended: &AtomicBool) {
     }
     let heat = warming.tier.and_then(|tier| tier.upgrade()?.heat());
     if let Some(heat) = heat
-        && let Err(error) = keep_heat(&served.canonical, heat).await
+        && let Err(error) = keep_heat(&served.canonical(), heat).await
     {
-        tracing::warn!("{}: its heat is lost: {}", served.path().display(), error.chain());
+        tracing::warn!("{}: its heat is lost: {}", served.shown(), error.chain());
     }
 }
 
@@ -128,10 +128,10 @@ impl Warming {
             // The disk was opened a moment ago.
             self.tier = Some(Arc::downgrade(tier));
             tier.count_heat();
-            if let Some(heat) = heat_of(&served.canonical).await?
+            if let Some(heat) = heat_of(&served.canonical()).await?
                 && !tier.take_up_heat(&heat)
             {
-                tracing::debug!("{}: its heat file is not of this disk, or damaged", served.path().display());
+                tracing::debug!("{}: its heat file is not of this disk, or damaged", served.shown());
             }
         }
         let now = clock().now();
@@ -139,7 +139,7 @@ impl Warming {
             self.aged = now;
             tier.age_heat();
             if let Some(heat) = tier.heat() {
-                keep_heat(&served.canonical, heat).await?;
+                keep_heat(&served.canonical(), heat).await?;
             }
         }
         let is_ready = self.pace.ready_at() <= now && served.valve.state() == valve::State::Running;

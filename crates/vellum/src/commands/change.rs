@@ -63,6 +63,15 @@ impl ChangeArgs {
         &self,
         work: impl AsyncFnOnce(&mut Stop, &dyn Fn(u64, u64)) -> Result<T>,
     ) -> Result<T, Failure> {
+        self.watched_until("interrupted; run it again to continue", work).await
+    }
+
+    /// As above, with what it means that it was interrupted.
+    pub(crate) async fn watched_until<T>(
+        &self,
+        interrupted: &'static str,
+        work: impl AsyncFnOnce(&mut Stop, &dyn Fn(u64, u64)) -> Result<T>,
+    ) -> Result<T, Failure> {
         let mut stop = Stop::new()?;
         let wish = Wish { is_wanted: self.progress, quiet: self.quiet, output: self.output };
         let bar = OnceCell::new();
@@ -70,7 +79,7 @@ impl ChangeArgs {
         let done = work(&mut stop, &progress).await;
         bar.get().into_iter().for_each(Progress::end);
         done.map_err(|error| match error.kind() {
-            ErrorKind::Closed => with_code(130)(error.context("interrupted; run it again to continue")),
+            ErrorKind::Closed => with_code(130)(error.context(interrupted)),
             _ => error.into(),
         })
     }

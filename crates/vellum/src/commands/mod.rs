@@ -20,6 +20,7 @@ pub(crate) mod export;
 pub(crate) mod flash;
 pub(crate) mod flatten;
 pub(crate) mod info;
+pub(crate) mod job;
 pub(crate) mod journal;
 pub(crate) mod key;
 pub(crate) mod limits;

@@ -6,8 +6,9 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use serde_json::json;
-use vellum_core::Error;
+use serde_json::{Value, json};
+use vellum_core::{Context, Error};
+use vellum_daemon::control::Request;
 use vellum_daemon::create::CreateTarget;
 use vellum_daemon::flatten::flatten;
 use vellum_daemon::image::open_file;
@@ -17,8 +18,8 @@ use vellum_daemon::{FormatKind, ImageOptions, IoMode, run as run_worker};
 
 use super::change::ChangeArgs;
 use super::create::text_of_name;
-use super::{Failure, Outcome};
-use crate::args::parse_format;
+use super::{Failure, Outcome, job};
+use crate::args::{parse_format, parse_size};
 use crate::output::{complain, human_bytes};
 
 /// Give an image another backing image
@@ -33,6 +34,9 @@ use crate::output::{complain, human_bytes};
 ///
 /// `-b ""` makes the image independent, as `vellum flatten` does; with -u too, what only the backing image has then reads as
 /// zero.
+///
+/// With --control this is done to a disk while it is served. Its backing image is then replaced by one further down (what is
+/// between is copied into the image) or by any other one. If the command is interrupted, the server carries on: see `vellum job`.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
@@ -50,7 +54,21 @@ pub(crate) struct Args {
     #[arg(long)]
     trust_base: bool,
     /// The image
-    file: PathBuf,
+    #[arg(value_name = "FILE", required_unless_present = "control", conflicts_with = "control")]
+    file: Option<PathBuf>,
+    /// Control socket of the server that serves the image, as given to `vellum serve --control`; a relative name of the backing
+    /// image is then relative to the current directory
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["is_unsafe", "trust_base", "format", "direct", "data_file", "allow_dir", "allow_url", "remote_timeout"])]
+    control: Option<PathBuf>,
+    /// Export name of the disk; optional if the server has one disk
+    #[arg(long, value_name = "EXPORT", requires = "control")]
+    disk: Option<String>,
+    /// With --control: bytes per second that are read and compared, at most, such as 50M
+    #[arg(long, value_name = "BYTES", requires = "control", value_parser = parse_size)]
+    rate_limit: Option<u64>,
+    /// With --control: return when it has begun
+    #[arg(long, requires = "control")]
+    background: bool,
 }
 
 /// What was done.
@@ -63,8 +81,9 @@ struct Answer {
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
-    let answer = run_worker(IoMode::Auto, async || rebased(args).await)??;
-    let name = args.file.display();
+    let Some(file) = &args.file else { return served(args) };
+    let answer = run_worker(IoMode::Auto, async || rebased(args, file).await)??;
+    let name = file.display();
     let copied = match args.is_unsafe {
         true => "nothing was compared".to_owned(),
         false => format!("{} copied", human_bytes(answer.bytes_written)),
@@ -90,10 +109,42 @@ pub(crate) fn run(args: &Args) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
+/// The disk of a server.
+fn served(args: &Args) -> Outcome {
+    let control = args.control.as_ref().expect("one of the two is given");
+    let answer = run_worker(IoMode::Auto, async || begun(args, control).await)??;
+    let text = |name: &str| answer[name].as_str().unwrap_or_default();
+    let (base, top) = (text("base"), text("image"));
+    let mut lines = match job::has_ended(&answer)? {
+        true => vec![format!("{top} now has the backing image {base}")],
+        false => vec![format!("Changing to {base}: `vellum job status --control {}`", control.display())],
+    };
+    lines.extend(job::useless(&answer));
+    args.change.answer(&answer, &lines);
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn begun(args: &Args, control: &Path) -> Result<Value, Failure> {
+    if args.backing.is_empty() {
+        return Err(
+            Error::invalid("`vellum flatten --control` makes the disk of a server independent").into()
+        );
+    }
+    let base = std::path::absolute(&args.backing)
+        .context(|| format!("can't find {}", Path::new(&args.backing).display()))?;
+    let request = Request::Rebase {
+        disk: args.disk.clone(),
+        base,
+        format: args.backing_format.map(|format| format.to_string()),
+        bytes_per_second_max: args.rate_limit,
+    };
+    job::begin(&args.change, (control, args.disk.as_deref()), &request, args.background).await
+}
+
 /// Why an image of this kind would not be opened with the new backing image without a further option.
-fn refusal(args: &Args, backing: &str, format: FormatKind, kind: FormatKind) -> Option<Error> {
+fn refusal(args: &Args, file: &Path, backing: &str, format: FormatKind, kind: FormatKind) -> Option<Error> {
     let target = CreateTarget {
-        path: args.file.clone(),
+        path: file.to_owned(),
         size: None,
         backing: Some((backing.to_owned(), format)),
         trust_backing: true,
@@ -106,14 +157,16 @@ fn refusal(args: &Args, backing: &str, format: FormatKind, kind: FormatKind) -> 
     target.refusal(kind, None)
 }
 
-async fn rebased(args: &Args) -> Result<Answer, Failure> {
+async fn rebased(args: &Args, file: &Path) -> Result<Answer, Failure> {
     let backing = text_of_name(args.backing.clone())?;
     let options = ImageOptions { trust_base: args.trust_base, ..args.change.options()? };
-    args.change.watched(async |stop, progress| change(args, backing, &options, stop, progress).await).await
+    args.change
+        .watched(async |stop, progress| change((args, file), backing, &options, stop, progress).await)
+        .await
 }
 
 async fn change(
-    args: &Args,
+    (args, file): (&Args, &Path),
     backing: String,
     options: &ImageOptions,
     stop: &mut Stop,
@@ -121,9 +174,9 @@ async fn change(
 ) -> Result<Answer, Error> {
     if !backing.is_empty() {
         let wish = Rebase { backing: (backing.clone(), args.backing_format), is_unsafe: args.is_unsafe };
-        let done = rebase(&args.file, options, &wish, stop, progress).await?;
+        let done = rebase(file, options, &wish, stop, progress).await?;
         let before = done.before.map(|path| path.display().to_string());
-        let refusal = refusal(args, &backing, done.format, done.kind);
+        let refusal = refusal(args, file, &backing, done.format, done.kind);
         let after = Some((backing, done.format));
         return Ok(Answer { before, after, refusal, bytes_written: done.bytes_written });
     }
@@ -131,9 +184,9 @@ async fn change(
         return Err(Error::invalid("-F gives the format of a backing image, but -b \"\" names none"));
     }
     if args.is_unsafe {
-        return let_go(&args.file, options).await;
+        return let_go(file, options).await;
     }
-    let done = flatten(&args.file, options, 8, stop, progress).await?;
+    let done = flatten(file, options, 8, stop, progress).await?;
     let before = done.backing.map(|path| path.display().to_string());
     Ok(Answer { before, after: None, refusal: None, bytes_written: done.bytes_written })
 }

@@ -8,15 +8,16 @@ use clap::Subcommand;
 use serde_json::{Value, json};
 use vellum_core::{Context, Error, Result};
 use vellum_daemon::closed;
-use vellum_daemon::control::{Request, SnapshotFacts, call};
+use vellum_daemon::control::{NewOverlay, Request, SnapshotFacts, call};
 use vellum_daemon::{FormatKind, IoMode, Machine, Snapshot, Wanted as Key, run as run_worker};
 
+use super::control::Target;
 use super::info::{HELD, clock_text, date, list_lines, machine_json};
 use super::{Outcome, or_ask_server};
 use crate::args::{OutputFormat, parse_format};
 use crate::output::{human_bytes, printable, say, say_json};
 
-/// Create, list, rename, release, delete and revert to snapshots inside an image
+/// Create, list, rename, release, delete and revert to snapshots inside an image, and external ones of a served disk
 ///
 /// Images of the vellum format (layout=zoned, the default, and layout=table) and qcow2 images support snapshots. If a
 /// server has the image open, give its control socket with --control PATH instead of the image. A vellum image is served
@@ -98,6 +99,16 @@ enum What {
         override_usage = "vellum snapshot release [OPTIONS] FILE NAME\n       vellum snapshot release [OPTIONS] --control PATH NAME"
     )]
     Release(Released),
+    /// Put a new image on top of a served disk: its image becomes one that is only read
+    ///
+    /// What is written from then on goes to the new image, and the one that was on top stays as it is at this moment, as with
+    /// `virsh snapshot-create --disk-only`. Guests wait for a flush. With EXPORT=FILE for several disks the moment is the same
+    /// for all of them. The new image is in the directory of the other one, or the server was started with --allow-dir.
+    ///
+    /// Serve the new image from then on. A server that is started with the other one writes to it, and does not see what was
+    /// written since. After a crash the disk is the new image if there is one of that name, and otherwise the old one.
+    /// `vellum commit` brings both together again.
+    External(External),
     /// Give a snapshot another name
     ///
     /// Only snapshots of qcow2 images can be renamed.
@@ -158,6 +169,50 @@ struct Released {
     /// Also look for clones in DIR; may be given several times
     #[arg(long, value_name = "DIR")]
     look_in: Vec<PathBuf>,
+}
+
+#[derive(clap::Args)]
+struct External {
+    #[command(flatten)]
+    target: Target,
+    /// Format of the new image: qcow2 or vellum. Default: by its name, else qcow2 over qcow2 and vellum over others
+    #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
+    format: Option<FormatKind>,
+    /// The new image, which must not exist, for the only disk or the one of --disk; with EXPORT= in front, for that export
+    #[arg(value_name = "[EXPORT=]FILE", required = true)]
+    images: Vec<String>,
+}
+
+impl External {
+    fn request(&self) -> Result<Request> {
+        let overlay = |text: &String| {
+            // A directory may have any name.
+            let named = text.split_once('=').filter(|(export, _)| !export.contains('/'));
+            let (disk, file) = match named {
+                Some((export, file)) => (Some(export.to_owned()), file),
+                None => (self.target.disk.clone(), text.as_str()),
+            };
+            let image = std::path::absolute(file).context(|| format!("can't create {file}"))?;
+            Ok(NewOverlay { disk, image, format: self.format.map(|format| format.to_string()) })
+        };
+        Ok(Request::SnapshotExternal { overlays: self.images.iter().map(overlay).collect::<Result<_>>()? })
+    }
+
+    fn run(&self) -> Outcome {
+        let answer = self.target.ask(&self.request()?)?;
+        if self.target.output == OutputFormat::Json {
+            say_json(&answer);
+            return Ok(ExitCode::SUCCESS);
+        }
+        for done in answer["overlays"].as_array().into_iter().flatten() {
+            let text = |name: &str| printable(done[name].as_str().unwrap_or_default());
+            let (image, below, format) = (text("image"), text("backing-filename"), text("format"));
+            let waited = done["held-us"].as_u64().unwrap_or_default() / 1000;
+            say(&format!("{image} is on top of {below} from now on; requests waited {waited} ms."));
+            say(&format!("Serve it instead of {below} from now on: vellum serve -f {format} {image} ..."));
+        }
+        Ok(ExitCode::SUCCESS)
+    }
 }
 
 #[derive(clap::Args)]
@@ -336,6 +391,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
             let words = format!("Snapshot {} released: it can be deleted.", printable(&named.name));
             answer(named, &words, json!({ "released": named.name }));
         }
+        What::External(external) => return external.run(),
         What::Rename(renamed) => {
             let (named, new) = &renamed.named()?;
             run_worker(IoMode::Auto, async || rename(named, new).await)?.map_err(or_ask_server)?;

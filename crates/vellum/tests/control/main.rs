@@ -4,6 +4,8 @@
 //! ```text
 //!   backups.rs  by a bitmap, of what has changed; beside guests, and killed
 //!   exports.rs  added, removed and opened again while others are served; images that cannot be opened
+//!   chains.rs    committed and rebased while guests are at work; paused, cancelled, killed at any moment
+//!   external.rs  new images on top, at one moment for several disks; killed at any moment
 //!   health.rs   full and failing: which reports there are; Prometheus
 //!   hung.rs     on storage that does not answer: what that keeps others from, and how it ends
 //!   hydration.rs  copies of the backing image, until the disk stands alone; what keeps it from that
@@ -21,10 +23,13 @@ mod guest;
 mod support;
 
 mod backups;
+mod chains;
 mod exports;
+mod external;
 mod health;
 mod hung;
 mod hydration;
+mod killed;
 mod limits;
 mod pause;
 mod resize;

@@ -1,7 +1,7 @@
 //! `vellum-bench flash-recovery`: how long it takes to open a flash cache whose process was killed, and what is read for it.
 //!
 //! ```text
-//!   a child: new cache in a sparse file ► 64 KiB at random places until 90 of 100 slots are full ► SIGKILL
+//!   a child: new cache in a sparse file ► 64 KiB at random places until 74 of 100 slots are full ► SIGKILL
 //!     ► out of the page cache ► a child opens it: time, processor, requests, memory       what is in the slots is not written
 //!   the same, and all blocks went home before ► opened with all the memory it needs, and with a quarter
 //!   a smaller one, of which all is written ► opened ► all blocks go home ► closed         a full recovery

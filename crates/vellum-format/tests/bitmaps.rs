@@ -458,3 +458,98 @@ fn a_disk_of_another_size_keeps_its_marks() {
         });
     }
 }
+
+/// Directories, tables and bits with other bytes: nothing panics, what is written is there, and a bitmap that is then taken for valid
+/// says so.
+#[test]
+#[allow(clippy::print_stderr, reason = "the counts are what the test is for")]
+fn damaged_bitmaps_do_no_harm_to_the_disk() {
+    let options = CreateOptions {
+        size: 1 << 20,
+        cluster_size: 512,
+        journal: Some(64 << 10),
+        ..CreateOptions::without_journal()
+    };
+    let kind = QcowSetup { name: "damaged", options, has_base: false };
+    let medium = Medium::new(kind.empty_image());
+    let image: SharedStorage = medium.clone();
+    block_on(async {
+        for (name, granularity) in [("one", 512), ("two", 4096)] {
+            add(&image, name, granularity).await;
+        }
+        let disk = open(&kind, &image).await.unwrap();
+        for at in [0, 200_000, 900_000] {
+            let bytes = Buffer::copy_of(&[7; 3000]);
+            disk.write(GuestOffset::new(at), bytes, WriteFlags::default()).await.unwrap();
+        }
+        disk.close().await.unwrap();
+    });
+    let sound = medium.content();
+    let directory = block_on(Header::read(&*image)).unwrap().bitmaps().unwrap();
+    let entry = directory.span.start();
+    let fixed = block_on(image.read(entry, Buffer::zeroed(64))).unwrap().to_vec();
+    let table = u64::from_be_bytes(fixed[..8].try_into().unwrap());
+    let places = [(entry.bytes(), 64), (table, 64), (112, 200)];
+    let (mut refused, mut void, mut kept) = (0, 0, 0);
+    for seed in 0..600 * scale() {
+        let mut random = Random::from_seed(seed);
+        let medium = Medium::new(sound.clone());
+        let image: SharedStorage = medium.clone();
+        block_on(async {
+            for _ in 0..1 + random.below(3) {
+                let (start, len) = *random.pick(&places);
+                let at = vellum_core::ImageOffset::new(start + random.below(len));
+                let byte = match random.below(3) {
+                    0 => 0,
+                    1 => 0xFF,
+                    _ => u8::try_from(random.below(256)).unwrap(),
+                };
+                image.write(at, Buffer::copy_of(&[byte])).await.unwrap();
+            }
+            let Ok(header) = Header::read(&*image).await else { return refused += 1 };
+            for name in ["one", "two"] {
+                let _ = bitmaps().load(&*image, name).await;
+            }
+            let Ok((before, _)) = look(&image).await else { return refused += 1 };
+            let is_sound = before.is_clean();
+            let copy: SharedStorage = Medium::new(medium.content());
+            let name = *random.pick(&["one", "two"]);
+            let changed = bitmaps().change(&copy, name, &[BitmapChange::Remove]).await;
+            if changed.is_ok() && is_sound {
+                must_be_clean(&copy, &format!("seed {seed}, removed")).await;
+            }
+            let Ok(disk) = open(&kind, &image).await else { return refused += 1 };
+            let (at, bytes) = (GuestOffset::new(500_000), vec![9; 1000]);
+            let written = disk.write(at, Buffer::copy_of(&bytes), WriteFlags::FUA).await;
+            let closed = disk.close().await;
+            if !is_sound {
+                return refused += 1;
+            }
+            written.and(closed).unwrap_or_else(|error| panic!("seed {seed}: {}", error.chain()));
+            let disk = open(&kind, &image).await.unwrap();
+            let found = disk.read(at, Buffer::zeroed(1000)).await.unwrap().to_vec();
+            assert!(found == bytes, "seed {seed}");
+            disk.close().await.unwrap();
+            let (after, lines) = look(&image).await.unwrap();
+            assert!(after.corruptions == 0 && after.check_errors == 0, "seed {seed}: {}", lines.join("; "));
+            let all = bitmaps().list(&*image).await.unwrap_or_default();
+            if all.is_empty() {
+                // The bit is cleared; what the bitmaps occupied is free for a repair.
+                return void += 1;
+            }
+            assert_eq!(after.leaks, 0, "seed {seed}: {}", lines.join("; "));
+            for one in all.iter().filter(|one| one.is_auto && !one.is_in_use) {
+                if let Ok(bits) = bitmaps().load(&*image, &one.name).await {
+                    let marked = bits.next_marked(at).expect("it is marked");
+                    assert!(marked.start() <= at, "seed {seed}: {} says nothing", one.name);
+                }
+            }
+            kept += 1;
+            drop(header);
+        });
+    }
+    eprintln!(
+        "{refused} were damaged and refused or not judged, {void} lost their bitmaps, {kept} kept them"
+    );
+    assert!(refused > 50 && void > 10 && kept > 50, "{refused} {void} {kept}");
+}

@@ -56,7 +56,9 @@ impl Prealloc {
     /// The smallest distance that may be requested, in bytes.
     pub const BYTES_MIN: u64 = 64 << 10;
     /// The largest distance that may be requested, in bytes.
-    pub const BYTES_MAX: u64 = 1 << 30;
+    pub const BYTES_MAX: u64 = 64 << 30;
+    /// The largest distance that an image can state.
+    pub const STORED_BYTES_MAX: u64 = 1 << 30;
 
     /// The effective choice on a storage with or without this preference.
     fn settled(self, prefers_written: bool) -> Self {
@@ -73,9 +75,8 @@ impl Prealloc {
             Self::Auto => 0,
             Self::Off => 1,
             Self::Adaptive => 2,
-            Self::Fixed(bytes) => {
-                u32::try_from(bytes.clamp(Self::BYTES_MIN, Self::BYTES_MAX) >> 12).expect("at most 2^18")
-            }
+            Self::Fixed(bytes) => u32::try_from(bytes.clamp(Self::BYTES_MIN, Self::STORED_BYTES_MAX) >> 12)
+                .expect("at most 2^18"),
         }
     }
 
@@ -85,7 +86,7 @@ impl Prealloc {
         match word {
             1 => Self::Off,
             2 => Self::Adaptive,
-            _ if (Self::BYTES_MIN..=Self::BYTES_MAX).contains(&bytes) => Self::Fixed(bytes),
+            _ if (Self::BYTES_MIN..=Self::STORED_BYTES_MAX).contains(&bytes) => Self::Fixed(bytes),
             _ => Self::Auto,
         }
     }
@@ -391,7 +392,7 @@ mod tests {
     fn a_wish_reads_as_it_was_written() {
         for setting in [Prealloc::Auto, Prealloc::Off, Prealloc::Adaptive]
             .into_iter()
-            .chain([Prealloc::BYTES_MIN, 3 * MIB, Prealloc::BYTES_MAX].map(Prealloc::Fixed))
+            .chain([Prealloc::BYTES_MIN, 3 * MIB, Prealloc::STORED_BYTES_MAX].map(Prealloc::Fixed))
         {
             assert_eq!(Prealloc::decode(setting.encode()), setting);
         }

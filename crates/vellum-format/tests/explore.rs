@@ -519,6 +519,26 @@ fn native_zoned_on_a_device() {
     explore_zoned(&NativeSubject::zoned_on_a_device(), 4);
 }
 
+/// Units that are filled from end to end, over other bytes, and such writes over units that hold their own entries.
+#[test]
+fn native_zoned_on_an_old_device() {
+    explore_zoned(&NativeSubject::zoned_on_an_old_device(), 4);
+    let texts = [
+        "w512@4 flush w64k@0 flush w64k@0 flush",
+        "w512@4 flush w64k@0 w64k@1 flush w64k@0 w4k@1 w64k@1 flush w4k@0 flush reopen w64k@0",
+        "w512@4 flush w4k@0 flush w64k@0 w512@0 flush w4k@0 flush w64k@1 drop64k@0 flush w64k@2",
+        "w512@4 flush w64k@0 w64k@0 w64k@0 w64k@0 flush drop64k@0 w64k@0 flush w64k@1 w64k@2 w64k@3 flush",
+        "w512@4 flush w4k@0 w4k@1 flush | w64k@0 w64k@1 flush w64k@0 | w512@0 odd@1 flush w4k@0",
+        "w512@4 flush w64k@0 flush | w64k@0 w64k@0 flush | zero@0 fua@0 drop64k@0",
+        "w512@4 flush long@0 flush long@0 w64k@1 flush long@0 flush",
+    ];
+    let plans = (0..3 * scale())
+        .flat_map(|seed| texts.map(|text| Plan { seed, ..Plan::whole(text.parse().unwrap()) }))
+        .collect();
+    let counts = explore_plans(&NativeSubject::zoned_on_an_old_device(), plans);
+    assert!(takes_all() || counts.states > 300, "{counts:?}");
+}
+
 #[test]
 fn native_zoned_over_a_base() {
     explore_zoned(&NativeSubject::zoned_over_a_base(), 4);
@@ -556,6 +576,23 @@ fn native_zoned_compacted() {
 #[test]
 fn native_zoned_with_snapshots() {
     explore_snapshots(&NativeSubject::zoned_with_snapshots(), 2);
+}
+
+/// Entries that are embedded after a snapshot, in a page of the table that nobody has kept, or that is kept and not
+/// durable, or durable.
+#[test]
+fn native_zoned_with_snapshots_of_two_pages() {
+    let texts = [
+        "w512@4 flush drop64k@0 w4k@0 w64k@1 flush w4k@3 flush",
+        "w512@4 w4k@0 flush drop64k@0 w64k@1 flush w64k@3 w4k@2 flush drop64k@0 w4k@1 flush w4k@3",
+        "w512@4 flush drop64k@0 w4k@0 flush w4k@1 drop64k@2 w4k@2 flush w64k@3 flush reopen w4k@1",
+        "w512@4 flush w4k@0 w4k@1 flush drop64k@0 w64k@0 w64k@2 flush w64k@3 w512@1 flush drop64k@1 w4k@2",
+    ];
+    let plans = (0..2 * scale())
+        .flat_map(|seed| texts.map(|text| Plan { seed, ..Plan::whole(text.parse().unwrap()) }))
+        .collect();
+    let counts = explore_plans(&NativeSubject::zoned_with_snapshots_of_two_pages(), plans);
+    assert!(takes_all() || counts.states > 300, "{counts:?}");
 }
 
 #[test]

@@ -32,7 +32,7 @@ use vellum_sim::model::{Medium, MediumCounts};
 use crate::model::{ForgetfulDrive, Hdd, HddParameters};
 use crate::old_qcow2::OldQcow2;
 use crate::player::{Engine, Player};
-use crate::postmark::{FILES, PostMark, TRANSACTIONS};
+use crate::postmark::{FILES, PostMark, Rounds, TRANSACTIONS};
 
 const ROOT: u64 = 1 << 30;
 const DISK: u64 = 51 << 30;
@@ -79,6 +79,7 @@ pub(crate) struct Stage {
     pub(crate) depth: usize,
     /// Whether the guest's directory spreads its names.
     pub(crate) is_hashed: bool,
+    pub(crate) rounds: Rounds,
 }
 
 /// The drive of the paper, and those around it that make the band.
@@ -89,6 +90,7 @@ pub(crate) fn stages() -> Vec<Stage> {
         drive,
         depth,
         is_hashed: true,
+        rounds: Rounds::Counted,
     };
     vec![
         stage("", drive.clone(), DEPTH),
@@ -97,7 +99,8 @@ pub(crate) fn stages() -> Vec<Stage> {
         stage(", write cache of 16 MiB", HddParameters { cache_bytes: 16 << 20, ..drive.clone() }, DEPTH),
         stage(", 8 writes at a time", drive.clone(), DEPTH / 4),
         stage(", 128 writes at a time", drive.clone(), DEPTH * 4),
-        Stage { is_hashed: false, ..stage(", names in the order of their coming", drive, DEPTH) },
+        Stage { is_hashed: false, ..stage(", names in the order of their coming", drive.clone(), DEPTH) },
+        Stage { rounds: Rounds::Timed, ..stage(", a commit each 5 s", drive, DEPTH) },
         stage("", HddParameters::desktop_7200(), DEPTH),
     ]
 }
@@ -159,11 +162,11 @@ impl Scene {
     }
 
     /// One phase: all rounds, to the last answer.
-    fn play(&self, mut round: impl FnMut() -> Option<Vec<Request>>) -> Result<Phase> {
+    fn play(&self, mut round: impl FnMut(Duration) -> Option<Vec<Request>>) -> Result<Phase> {
         let (begun, counts) = (self.world.now(), self.medium.counts());
         let mut player = Player::new(&self.world, &self.engine, self.depth);
         self.world.run(async {
-            while let Some(requests) = round() {
+            while let Some(requests) = round(self.world.now()) {
                 player.ask(&requests).await?;
             }
             player.drain().await
@@ -212,14 +215,10 @@ pub(crate) struct Run {
 pub(crate) fn postmark(image: Image, stage: &Stage, scale: u64) -> Result<Run> {
     let scene = Scene::new(image, stage)?;
     let opened = own_writes(&scene.metadata);
-    let mut guest = PostMark::new(ROOT, stage.is_hashed, SEED);
-    let creation = scene.play(|| guest.creation_round(FILES / scale))?;
+    let mut guest = PostMark::new(ROOT, stage.is_hashed, stage.rounds, SEED);
+    let creation = scene.play(|now| guest.creation_round(FILES / scale, now))?;
     let mut left = TRANSACTIONS / scale;
-    let transactions = scene.play(|| {
-        let now = left;
-        left = left.saturating_sub(crate::postmark::ROUND_TRANSACTIONS);
-        (now > 0).then(|| guest.transaction_round(now))
-    })?;
+    let transactions = scene.play(|now| (left > 0).then(|| guest.transaction_round(&mut left, now)))?;
     if guest.end() > DISK {
         return Err(Error::invalid("the pool does not fit the disk"));
     }
@@ -253,7 +252,7 @@ pub(crate) fn recorded_requests() -> Result<Vec<Request>> {
 /// Requests on an image.
 pub(crate) fn replayed(image: Image, stage: &Stage, requests: Vec<Request>) -> Result<Phase> {
     let mut requests = Some(requests);
-    Scene::new(image, stage)?.play(|| requests.take())
+    Scene::new(image, stage)?.play(|_| requests.take())
 }
 
 /// The requests of today's QEMU to its host for these requests on a new qcow2, one at a time: as requests to

@@ -12,10 +12,12 @@
 //! for one directory once its own group is full; their names are spread over the blocks of the directory by a
 //! hash, if it has one. A transaction is, at even odds, a read or an append, and a creation or a deletion.
 //! Reads reach the disk, because the pool is many times the guest's memory; metadata is in the guest's
-//! memory. There are no barriers, as in ext3 then. The generator is our own: no recording of the original
+//! memory. There are no barriers, as in ext3 then. A round has a fixed number of files, or takes five seconds, the time
+//! from one commit of ext3 to the next: then a guest on a faster image writes its metadata less often. The generator is our own: no recording of the original
 //! exists.
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use vellum_core::Random;
 use vellum_lab::guest::Request;
@@ -36,9 +38,13 @@ pub(super) const FILES: u64 = 1_500_000;
 /// Its transactions.
 pub(super) const TRANSACTIONS: u64 = 100_000;
 const SIZES: std::ops::RangeInclusive<u64> = 10_000..=50_000;
-/// Files made in a round; transactions in one.
+/// Files made in a round; transactions in one. Where rounds take a time, these are those of the first.
 const ROUND_FILES: u64 = 1000;
-pub(super) const ROUND_TRANSACTIONS: u64 = 500;
+const ROUND_TRANSACTIONS: u64 = 500;
+/// The time of a round, as ext3 commits where nothing else is said.
+const ROUND_TIME: Duration = Duration::from_secs(5);
+/// No round has more files or transactions than this many times those of the first, nor fewer than a tenth.
+const ROUND_MOST: u64 = 16;
 /// Rounds from one writing home of metadata to the next.
 const ROUNDS_PER_CHECKPOINT: u64 = 6;
 
@@ -50,8 +56,46 @@ struct File {
     inode: u64,
 }
 
+/// How long a round is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Rounds {
+    /// So many files.
+    Counted,
+    /// So much time.
+    Timed,
+}
+
+/// The length of rounds, and when the last one began.
+#[derive(Debug)]
+struct Pace {
+    rounds: Rounds,
+    items: u64,
+    first: u64,
+    begun: Option<Duration>,
+}
+
+impl Pace {
+    const fn new(rounds: Rounds, first: u64) -> Self {
+        Self { rounds, items: first, first, begun: None }
+    }
+
+    /// How many items the round has that begins now.
+    fn next(&mut self, now: Duration) -> u64 {
+        let begun = self.begun.replace(now);
+        if let (Rounds::Timed, Some(begun)) = (self.rounds, begun) {
+            let took_millis = (now - begun).as_millis().max(1);
+            let items = u128::from(self.items) * ROUND_TIME.as_millis() / took_millis;
+            self.items =
+                u64::try_from(items).unwrap_or(u64::MAX).clamp(self.first / 10, self.first * ROUND_MOST);
+        }
+        self.items
+    }
+}
+
 /// A guest.
 pub(super) struct PostMark {
+    creations: Pace,
+    transactions: Pace,
     random: Random,
     /// Where the partition begins on the disk, in bytes.
     start: u64,
@@ -74,8 +118,10 @@ pub(super) struct PostMark {
 impl PostMark {
     /// With its partition there; names go to any block of the directory, or (without `dir_index`) to its last
     /// one.
-    pub(super) fn new(start: u64, is_hashed: bool, seed: u64) -> Self {
+    pub(super) fn new(start: u64, is_hashed: bool, rounds: Rounds, seed: u64) -> Self {
         Self {
+            creations: Pace::new(rounds, ROUND_FILES),
+            transactions: Pace::new(rounds, ROUND_TRANSACTIONS),
             random: Random::from_seed(seed),
             start,
             is_hashed,
@@ -187,21 +233,23 @@ impl PostMark {
     }
 
     /// The next files of the pool; `None` when the pool has this many.
-    pub(super) fn creation_round(&mut self, pool: u64) -> Option<Vec<Request>> {
+    pub(super) fn creation_round(&mut self, pool: u64, now: Duration) -> Option<Vec<Request>> {
         let left = pool.saturating_sub(self.files.len() as u64);
         if left == 0 {
             return None;
         }
-        (0..left.min(ROUND_FILES)).for_each(|_| self.create());
+        (0..left.min(self.creations.next(now))).for_each(|_| self.create());
         let mut requests = Vec::new();
         self.commit(&mut requests);
         Some(requests)
     }
 
-    /// Some transactions.
-    pub(super) fn transaction_round(&mut self, count: u64) -> Vec<Request> {
+    /// Some transactions of those that are left.
+    pub(super) fn transaction_round(&mut self, left: &mut u64, now: Duration) -> Vec<Request> {
         let mut requests = Vec::new();
-        for _ in 0..count.min(ROUND_TRANSACTIONS) {
+        let count = self.transactions.next(now).min(*left);
+        *left -= count;
+        for _ in 0..count {
             let index = self.random.index(self.files.len());
             if self.random.one_in(2) {
                 let runs = self.files[index].runs.clone();
@@ -267,9 +315,9 @@ mod tests {
 
     #[test]
     fn a_pool_is_laid_in_a_row_and_metadata_goes_home_now_and_then() {
-        let mut guest = PostMark::new(0, true, 1);
+        let mut guest = PostMark::new(0, true, Rounds::Counted, 1);
         let mut rounds = Vec::new();
-        while let Some(requests) = guest.creation_round(12_345) {
+        while let Some(requests) = guest.creation_round(12_345, Duration::ZERO) {
             rounds.push(requests);
         }
         assert_eq!((rounds.len(), guest.files.len(), guest.names), (13, 12_345, 12_345));
@@ -290,11 +338,24 @@ mod tests {
     }
 
     #[test]
+    fn a_round_by_time_has_as_many_files_as_fit() {
+        let seconds = Duration::from_secs;
+        let mut pace = Pace::new(Rounds::Timed, 1000);
+        assert_eq!(pace.next(seconds(0)), 1000);
+        assert_eq!(pace.next(seconds(10)), 500, "they took twice the time");
+        assert_eq!(pace.next(seconds(11)), 2500);
+        assert_eq!(pace.next(seconds(11)), 16_000, "bounded");
+        assert_eq!(pace.next(seconds(10_000)), 100, "bounded");
+        let mut counted = Pace::new(Rounds::Counted, 1000);
+        assert_eq!([counted.next(seconds(0)), counted.next(seconds(9))], [1000, 1000]);
+    }
+
+    #[test]
     fn transactions_read_what_is_there_and_keep_the_pool() {
-        let mut guest = PostMark::new(1 << 30, true, 1);
-        while guest.creation_round(2000).is_some() {}
+        let mut guest = PostMark::new(1 << 30, true, Rounds::Counted, 1);
+        while guest.creation_round(2000, Duration::ZERO).is_some() {}
         let end = guest.end();
-        let requests = guest.transaction_round(500);
+        let requests = guest.transaction_round(&mut 500, Duration::ZERO);
         let reads = requests.iter().filter(|request| matches!(request, Request::Read { .. })).count();
         assert!((450..=600).contains(&reads), "one for each, two where a file lies in two runs: {reads}");
         for request in &requests {

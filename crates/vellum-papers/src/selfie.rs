@@ -10,7 +10,8 @@
 //! The engine is the one that serves disks; HOST is a raw image; the others are in [`crate::then`]. The drive
 //! is a model. A request of more than 512 KiB reaches a disk as several, as with virtio and the guest's block
 //! layer. A volume is a device: its units are zeroed by writing, in the time that the engine takes for that
-//! (`tend`), before and while the guest writes. A thin volume zeroes them for free, so it leaves out what the
+//! (`tend`), before and while the guest writes: two zones, or as many as somebody wants to be kept ready. The
+//! paper's Selfie clears zones in quiet times, too. A thin volume zeroes them for free, so it leaves out what the
 //! paper calls zone clearing: its figures cover less work than those of the paper's Selfie.
 //!
 //! Nothing is fitted here: the one constant that was (the HDD's `flush_overhead`, on S4) is in the model.
@@ -72,6 +73,8 @@ impl Image {
 pub(crate) enum Below {
     /// A volume whose space has to be made zero.
     Volume,
+    /// The same, of which so many zones of 64 MiB are kept ready, and were made so in idle time (`--prealloc`).
+    Cleared(u32),
     /// One whose zeros cost nothing.
     ThinVolume,
     /// A file that grows.

@@ -130,6 +130,10 @@ pub enum Bug {
     NotInvalidated,
     /// A zone is opened before its zeros are durable.
     ZoneNotZeroed,
+    /// A unit that is filled from end to end over other bytes has no checks.
+    FilledUnchecked,
+    /// An entry is embedded although the newest snapshot relies on its page at home.
+    UnkeptEmbeds,
     /// A unit counts as zero before a flush covers its zeros.
     ZeroNotCovered,
     /// Clusters are handed out while zeros are on their way to them.

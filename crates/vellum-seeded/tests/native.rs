@@ -140,6 +140,31 @@ fn mistakes_in_bulk() {
     find_by(NativeSubject::zoned_in_bulk(), Bug::UncheckedNotFenced, &plans);
 }
 
+/// Where units are filled from end to end over other bytes.
+#[test]
+fn mistakes_where_units_are_filled() {
+    let texts = ["w512@4 flush w64k@0 w64k@1 flush", "w512@4 flush w4k@0 flush w64k@0 w64k@1 flush"];
+    let plans: Vec<Plan> = (0..4)
+        .flat_map(|seed| texts.map(|text| Plan { seed, ..Plan::whole(text.parse().unwrap()) }))
+        .collect();
+    for bug in [Bug::FilledUnchecked, Bug::NoVerify] {
+        find_by(NativeSubject::zoned_on_an_old_device(), bug, &plans);
+    }
+}
+
+/// Where entries are embedded although there are snapshots: the first write keeps the page of the entries that follow.
+#[test]
+fn unkept_embeds() {
+    let texts = [
+        "w512@4 flush drop64k@0 w4k@0 w64k@1 flush",
+        "w512@4 flush drop64k@0 drop64k@1 w64k@3 flush w4k@2 flush",
+    ];
+    let plans: Vec<Plan> = (0..4)
+        .flat_map(|seed| texts.map(|text| Plan { seed, ..Plan::whole(text.parse().unwrap()) }))
+        .collect();
+    find_by(NativeSubject::zoned_with_snapshots_of_two_pages(), Bug::UnkeptEmbeds, &plans);
+}
+
 /// Where each opening enlarges the disk, on a device that has grown by then.
 #[test]
 fn mistakes_in_growing() {

@@ -188,7 +188,7 @@ pub(crate) fn parse_prealloc(text: &str) -> Result<Prealloc> {
                 Ok(Prealloc::Fixed(bytes.next_multiple_of(4096)))
             }
             _ => Err(Error::invalid(format!(
-                "invalid value {text:?}: use adaptive, off, or a size from 64k to 1G"
+                "invalid value {text:?}: use adaptive, off, or a size from 64k to 64G"
             ))),
         },
     }
@@ -570,8 +570,14 @@ impl NewImage {
             "journal" => self.journal = Some(switch()?),
             "journal_size" => self.journal_bytes = Some(parse_size(value)?),
             "prealloc" => {
-                self.qcow2.prealloc =
-                    parse_prealloc(value).map_err(|_| bad("adaptive, off, a size from 64k to 1G"))?;
+                let fits = |how: &Prealloc| match how {
+                    Prealloc::Fixed(bytes) => *bytes <= Prealloc::STORED_BYTES_MAX,
+                    _ => true,
+                };
+                self.qcow2.prealloc = parse_prealloc(value)
+                    .ok()
+                    .filter(fits)
+                    .ok_or_else(|| bad("adaptive, off, a size from 64k to 1G"))?;
             }
             "data_file_raw" => self.qcow2.data_file_raw = switch()?,
             "layout" => {

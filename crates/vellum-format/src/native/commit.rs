@@ -31,7 +31,7 @@ use crate::journal::commit::{Medium, write_zeros};
 use crate::journal::record::{Item, Record};
 use crate::journal::ring::Ring;
 use crate::journal::{HomeWrite, Journal};
-use crate::state::UnderWay;
+use crate::state::{UnderWay, lock};
 
 /// When this many pages of home have changed, the next writer commits.
 const DIRTY_PAGES_MAX: usize = 1024;
@@ -269,6 +269,7 @@ impl Map for Native {
     fn note_flushed(&self) {
         if let Some(units) = &self.units {
             self.settle_zeroed(units);
+            lock(&units.zero_pace).note_flush(units.written_bytes());
             units.note_due();
         }
     }

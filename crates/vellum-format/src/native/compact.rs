@@ -82,7 +82,7 @@ impl Native {
         let Some((compaction, zones)) = self.compaction() else { return false };
         let Some(mut work) = compaction.work.try_lock() else { return false };
         let has_ended = self.engine.state.check_open().is_err() || self.engine.state.check_stopped().is_err();
-        if has_ended || self.journal().is_none() || !self.may_embed() {
+        if has_ended || self.journal().is_none() || !self.may_compact() {
             work.now = None;
             self.end_emptying(zones);
             return false;

@@ -36,7 +36,9 @@ impl Native {
     /// Whether the first write of this part may embed the entry, as far as is known before the claim.
     pub(super) fn could_embed(&self, cell: GuestCluster) -> bool {
         // A missing page is not loaded for this. The unit is then a plain one.
-        self.may_embed() && self.entry(cell.index()).is_ok_and(|entry| entry == 0)
+        self.may_embed()
+            && self.entry(cell.index()).is_ok_and(|entry| entry == 0)
+            && self.may_change_unrecorded(self.places.entry(cell.index()).word)
     }
 
     /// The unit and the packed block for a step that embeds its entry, or `None`. The step's bytes begin at
@@ -46,6 +48,9 @@ impl Native {
             return None;
         }
         let guest_unit = self.cell_of(step.plan.part.start()).index();
+        if !self.may_change_unrecorded(self.places.entry(guest_unit).word) {
+            return None;
+        }
         let (block, packed) = self.pack_some(step.plan.part, data, within)?;
         let given = self.take_open_unit()?;
         let identity = Identity {
@@ -118,7 +123,7 @@ impl Native {
         {
             let _gate = self.journal().expect("begun before").shared();
             self.engine.state.check_stopped()?;
-            if self.may_embed() {
+            if self.may_embed() && self.may_change_unrecorded(bits.word) {
                 self.home.change_unrecorded(bits.word, |word| bits.set(word, entry));
                 self.note_embedded(embedded.given.unit, number);
                 return Ok(());

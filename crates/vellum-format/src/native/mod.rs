@@ -74,6 +74,7 @@ pub mod unfinished;
 mod units;
 mod write;
 mod zero;
+mod zero_pace;
 mod zone_cases;
 mod zone_scan;
 mod zone_state;

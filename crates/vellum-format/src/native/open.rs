@@ -54,7 +54,8 @@ pub struct OpenOptions {
     /// The key of the journal's records, a number that no guest knows. Without one here the operating system
     /// supplies it; a simulation passes its own.
     pub journal_key: Option<u128>,
-    /// Whether zones of a file are filled with zeros ahead of need, while the caller tends the disk.
+    /// Whether zones of a file are filled with zeros ahead of need, while the caller tends the disk; on a device whose
+    /// zeros are written: how much of it is kept zero, made so in quiet times, if a size is given.
     pub prealloc: Prealloc,
     /// Whether sparsely used zones are emptied in quiet times, while the caller tends the disk.
     pub compaction: bool,
@@ -162,6 +163,10 @@ impl Native {
         let Some(Space { units, views }) = space else {
             return Ok(Opened::Unfinished(None, Found::BehindTheEnd));
         };
+        if let (Some(units), Prealloc::Fixed(bytes)) = (&units, options.prealloc) {
+            let unit = places.shape().layout.unit().expect("only a table has units");
+            units.keep_ready(unit.count_for(bytes));
+        }
         let found = views.as_ref().and_then(Views::unfinished);
         let under = Tallied::shared(image.clone(), options.tally.data.clone());
         let (journal, data) = journal(&places, &under, options.journal_key, read_only);

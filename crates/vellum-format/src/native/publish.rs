@@ -79,7 +79,8 @@ impl Native {
         words.extend(self.entry_of(step).filter(|_| step.plan.is_fresh).map(|bits| bits.word));
         self.reserve(&words).await?;
         let checks: u64 = step.checks.iter().map(|(_, crcs)| 20 + crcs.len() as u64 * 4).sum();
-        let cost = words.len() as u64 * WORD_COST + checks;
+        // One more for the bit of a unit that is left.
+        let cost = (words.len() as u64 + 1) * WORD_COST + checks;
         Ok((words, cost))
     }
 
@@ -93,7 +94,11 @@ impl Native {
         step.note_fresh(journal);
         if let Some(bits) = self.entry_of(step).filter(|_| step.plan.is_fresh) {
             let number = self.number_of(step.at());
-            self.enter_unit(bits, number);
+            match self.home.get(bits) {
+                Ok(0) => self.enter_unit(bits, number),
+                // It held its own entry, and was filled from end to end.
+                _ => self.enter_instead(bits, number),
+            }
             step.held().published();
         }
         self.publish_subs(&step.plan.subs);

@@ -12,11 +12,13 @@
 //! 2. In a file nothing is done before the first change of the image, because units can be taken behind the
 //!    end of the file. A device has no such end, so a few of its units are made ready at once.
 //! 3. A flush for this purpose alone is made only when half of the wanted units are not clean yet and no
-//!    flush of a guest has come meanwhile.
+//!    flush of a guest has come meanwhile, and in quiet times after each 64 MiB.
 //! 4. No flush of the guest waits for any of this. Where zeros cost nothing, units that were freed together
 //!    and lie in a row are made zero together.
 //! 5. Where zeros cost writes, space that is a hole already is left alone, and units that are freed beyond
 //!    need are not made zero.
+//! 6. There, units for zones, and what somebody wants to be kept ready (`--prealloc SIZE`), are made zero when
+//!    the guest is quiet, or has paid for it (`zero_pace.rs`).
 
 use std::ops::Range;
 use std::time::Duration;
@@ -42,6 +44,9 @@ const ZEROED_IN_A_GO_FAST: usize = 16;
 /// that in the kernel.
 const ZEROED_AT_ONCE_FAST: u64 = 256 << 20;
 
+/// In quiet times zeros are flushed whenever this many bytes of them are not.
+const FLUSHED_AFTER_BYTES: u64 = 64 << 20;
+
 /// A request that finds no space looks for some at most this often. It never takes as many rounds where there
 /// is space.
 const ROUNDS_MAX: u32 = 64;
@@ -59,6 +64,8 @@ struct Work {
     haste: Haste,
     /// This many units are to be ready.
     wanted: usize,
+    /// As many of these are taken where they are found; the others lie in zones of which all is free.
+    singles: usize,
     /// At most this many units are made zero, or runs of units where zeros cost nothing.
     most: usize,
     /// The storage through which zeros are written.
@@ -166,31 +173,45 @@ impl Native {
 
     async fn make_some_ready(&self, units: &Units, now: Duration) -> Result<bool> {
         let is_fast = self.metadata.limits().fast_zeroes;
+        let unit = self.unit().expect("only a table has units");
         let distance = {
-            let unit = self.unit().expect("only a table has units");
             let mut pace = lock(&units.pace);
-            pace.note(now, (units.taken() + self.given_of_zones()) << unit.shift());
+            pace.note(now, units.taken() << unit.shift());
             usize::try_from(pace.distance(Prealloc::Adaptive) >> unit.shift()).expect("at most 1024")
         };
-        let wanted = match is_fast && self.journal().is_some() {
-            true => CLEANED_AT_ONCE,
-            false => distance.max(CLEAN_AHEAD).max(self.units_for_zones()),
+        let (is_quiet, is_paid_for) = {
+            let mut pace = lock(&units.zero_pace);
+            (pace.is_quiet(now, units.written_bytes()), pace.is_paid_for())
         };
-        let most = match (is_fast, self.unit()) {
-            (false, Some(unit)) => usize::try_from(unit.count_for(ZEROED_IN_A_GO_BYTES)).expect("at most 16"),
-            _ => ZEROED_IN_A_GO_FAST,
+        let singles = match is_fast && self.journal().is_some() {
+            true => CLEANED_AT_ONCE,
+            false => distance.max(CLEAN_AHEAD),
+        };
+        let wanted = match (is_fast, is_quiet, is_paid_for) {
+            (true, ..) | (false, false, false) => singles,
+            (false, true, _) => singles.max(self.units_for_zones()).max(units.kept_ready()),
+            (false, false, true) => singles.max(self.units_for_zones()),
+        };
+        let most = match is_fast {
+            false => usize::try_from(unit.count_for(ZEROED_IN_A_GO_BYTES)).expect("at most 16"),
+            true => ZEROED_IN_A_GO_FAST,
         };
         self.settle_zeroed(units);
-        let work = Work { haste: Haste::Later, wanted, most, way: self.ahead.clone() };
+        let work = Work { haste: Haste::Later, wanted, singles, most, way: self.ahead.clone() };
         let mut done = self.zero_freed(units, &work).await?;
         let ready = units.ready();
         let has_unknown = units.has_unknown();
         if done == 0 && has_unknown && (units.refills() || wanted - ready.min(wanted) >= wanted.div_ceil(4)) {
-            done += self.zero_unknown(units, &work).await;
+            let zeroed = self.zero_unknown(units, &work).await;
+            if ready >= singles && !is_quiet {
+                lock(&units.zero_pace).spend((zeroed as u64) << unit.shift());
+            }
+            done += zeroed;
             units.set_refills(units.ready() < wanted && units.has_unknown());
         }
         let has_more = done > 0 && (units.refills() || units.any_waits());
-        if done == 0 && units.clean_count() * 2 < units.ready().min(wanted) {
+        let is_much = is_quiet && (units.zeroed_count() as u64) << unit.shift() >= FLUSHED_AFTER_BYTES;
+        if is_much || (done == 0 && units.clean_count() * 2 < units.ready().min(wanted)) {
             self.commit().await?; // no guest has flushed; any commit covers the zeros
             self.settle_zeroed(units);
         }
@@ -209,7 +230,7 @@ impl Native {
             true => CLEANED_AT_ONCE.max(needed),
             false => CLEAN_AHEAD.max(needed),
         };
-        let work = Work { haste, wanted, most, way: self.metadata.clone() };
+        let work = Work { haste, wanted, singles: wanted, most, way: self.metadata.clone() };
         self.settle_zeroed(units);
         self.zero_freed(units, &work).await?;
         let work = Work { most: usize::MAX, ..work };
@@ -319,7 +340,10 @@ impl Native {
         let at_once = usize::try_from(at_once).expect("at most 16");
         let mut done = 0;
         while done < missing {
-            let Some(run) = units.take_unknown(at_once.min(missing - done)) else { break };
+            let some = at_once.min(missing - done);
+            let of_a_zone = || self.take_unknown_of_a_zone(units, some);
+            let run = if units.ready() < work.singles { None } else { of_a_zone() };
+            let Some(run) = run.or_else(|| units.take_unknown(some)) else { break };
             let (first, count) = (run.start, run.len());
             if !self.zero(units, run, &work.way).await {
                 if count == 1 {

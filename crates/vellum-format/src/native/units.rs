@@ -16,6 +16,8 @@
 //! 4. A device may grow while the image is open (`room.rs`). The units that this adds are *unknown*.
 //! 5. Units are made ready ahead of need (`ready.rs`). A write waits for that only when none is left; these
 //!    waits are counted.
+//! 6. A write that fills a unit from end to end takes one of unknown content where no unit is new: nothing of the
+//!    old content can be read once all of the write has arrived, and the record says whether it has (`write.rs`).
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -24,6 +26,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use roaring::RoaringBitmap;
 
+use super::zero_pace::ZeroPace;
 use crate::prealloc::Pace;
 use crate::state::lock;
 
@@ -43,6 +46,12 @@ pub(super) struct Units {
     pub(super) growing: async_lock::Mutex<()>,
     /// How fast units are taken.
     pub(super) pace: Mutex<Pace>,
+    /// When units are made zero beyond those that are taken one by one.
+    pub(super) zero_pace: Mutex<ZeroPace>,
+    /// How many units are to be kept ready in quiet times, because somebody asked for it.
+    kept_ready: AtomicU64,
+    /// How many bytes the guest has written.
+    written_bytes: AtomicU64,
     taken: AtomicU64,
     /// The caller tends the disk.
     is_tended: AtomicBool,
@@ -70,6 +79,8 @@ struct Pool {
     last: u32,
     /// Units that are not handed out one by one.
     avoided: Range<u32>,
+    /// The zone that is being made zero, to be opened: no write fills its units meanwhile.
+    readied: Range<u32>,
     /// The search for units of unknown content starts here, because one before this could not be made zero.
     look_from: u32,
     /// The last unit that existed when the image was opened, or when the device's size was last checked.
@@ -77,6 +88,20 @@ struct Pool {
 }
 
 impl Pool {
+    /// The first unit of unknown content that a write may fill.
+    fn to_fill(&self) -> Option<u32> {
+        // In a file, what is behind the end is as good, and keeps writes in a row.
+        if self.next.is_some() {
+            return None;
+        }
+        let mut unit = self.unknown.min()?;
+        while let Some(apart) = [&self.avoided, &self.readied].into_iter().find(|apart| apart.contains(&unit))
+        {
+            unit = self.unknown.range(apart.end..).next()?;
+        }
+        Some(unit)
+    }
+
     /// Takes units of unknown content that lie in a row, from `first` on and at most `most` of them.
     fn take_run(&mut self, first: u32, before: u32, most: usize) -> Range<u32> {
         let most = u32::try_from(most.max(1)).unwrap_or(u32::MAX);
@@ -100,8 +125,16 @@ impl Units {
         }
         unknown -= used;
         let next = Some(end + 1).filter(|_| can_grow);
-        let pool =
-            Pool { clean: RoaringBitmap::new(), unknown, next, last, avoided: 0..0, look_from: 0, end };
+        let pool = Pool {
+            clean: RoaringBitmap::new(),
+            unknown,
+            next,
+            last,
+            avoided: 0..0,
+            readied: 0..0,
+            look_from: 0,
+            end,
+        };
         Self {
             pool: Mutex::new(pool),
             waiting: Mutex::default(),
@@ -110,6 +143,9 @@ impl Units {
             hungry: async_lock::Mutex::default(),
             growing: async_lock::Mutex::default(),
             pace: Mutex::default(),
+            zero_pace: Mutex::default(),
+            kept_ready: AtomicU64::new(0),
+            written_bytes: AtomicU64::new(0),
             taken: AtomicU64::new(0),
             is_tended: AtomicBool::new(false),
             is_due: AtomicBool::new(false),
@@ -135,6 +171,45 @@ impl Units {
         let next = pool.next.filter(|next| *next <= pool.last)?;
         pool.next = Some(next + 1);
         Some(next)
+    }
+
+    /// Takes a unit of unknown content for a write that fills all of it.
+    pub(super) fn take_to_fill(&self) -> Option<u32> {
+        let mut pool = lock(&self.pool);
+        let unit = pool.to_fill()?;
+        pool.unknown.remove(unit);
+        Some(unit)
+    }
+
+    /// Whether there is such a unit.
+    pub(super) fn has_one_to_fill(&self) -> bool {
+        lock(&self.pool).to_fill().is_some()
+    }
+
+    /// Takes units of unknown content that lie in a row, at most `most` of them, in a zone whose units are all
+    /// free. The zones of `len` units are taken one after the other.
+    pub(super) fn take_unknown_of_a_zone(
+        &self,
+        len: u32,
+        zones: u32,
+        most: usize,
+        is_open: impl Fn(u32) -> bool,
+    ) -> Option<Range<u32>> {
+        let mut pool = lock(&self.pool);
+        let zone = pool.readied.clone();
+        if let Some(first) = pool.unknown.range(zone.clone()).next() {
+            return Some(pool.take_run(first, zone.end, most));
+        }
+        let is_next = |zone: &Range<u32>| {
+            let unknown = pool.unknown.range_cardinality(zone.clone());
+            unknown > 0 && unknown + pool.clean.range_cardinality(zone.clone()) == u64::from(len)
+        };
+        let units = |zone: u32| zone * len + 1..(zone + 1) * len + 1;
+        let next = (0..zones.min(pool.end / len)).filter(|zone| !is_open(*zone)).map(units).find(is_next);
+        pool.readied = next.clone().unwrap_or(0..0);
+        let zone = next?;
+        let first = pool.unknown.range(zone.clone()).next()?;
+        Some(pool.take_run(first, zone.end, most))
     }
 
     /// Takes a run of `len` units that have never been used, if it is one of the first `zones` such runs, and
@@ -382,6 +457,11 @@ impl Units {
         usize::try_from(lock(&self.pool).clean.len()).expect("units have 32 bits")
     }
 
+    /// The number of units that will be clean after the next flush.
+    pub(super) fn zeroed_count(&self) -> usize {
+        lock(&self.zeroed).len()
+    }
+
     /// Takes the next units of unknown content that lie in a row, at most `most` of them.
     pub(super) fn take_unknown(&self, most: usize) -> Option<Range<u32>> {
         let mut pool = lock(&self.pool);
@@ -405,6 +485,23 @@ impl Units {
     /// Whether units of unknown content are the only source of units.
     pub(super) fn needs_unknown(&self) -> bool {
         lock(&self.pool).next.is_none()
+    }
+
+    pub(super) fn keep_ready(&self, units: u64) {
+        self.kept_ready.store(units, Ordering::Release);
+    }
+
+    /// How many units are to be kept ready in quiet times.
+    pub(super) fn kept_ready(&self) -> usize {
+        usize::try_from(self.kept_ready.load(Ordering::Acquire)).unwrap_or(usize::MAX)
+    }
+
+    pub(super) fn note_written(&self, bytes: u64) {
+        self.written_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    pub(super) fn written_bytes(&self) -> u64 {
+        self.written_bytes.load(Ordering::Relaxed)
     }
 
     /// How many units were asked for.

@@ -7,7 +7,8 @@
 //!   claim all cells ► sub-blocks that become data ► pages kept ► a unit for each cell without one
 //! ```
 //!
-//! 1. A fresh unit is zero, durably (`units.rs`). Bytes behind the base need no check: if they do not arrive,
+//! 1. A fresh unit is zero, durably (`units.rs`), or it is filled from end to end: then all of it has checks, or is
+//!    flushed before the record that names it, and its old bytes are never read. Bytes behind the base need no check: if they do not arrive,
 //!    the sector is as it was. Bytes over the base get a check in the transaction that records them as the
 //!    image's.
 //! 2. Nothing is read from the base for whole sub-blocks. For a partly written sub-block the rest of it is
@@ -15,12 +16,14 @@
 //! 3. A unit that was allocated and not published is freed. One that may have been written to is freed as a
 //!    unit of unknown content. A write that finds too few units waits its turn, and keeps the turn until it is
 //!    done.
-//! 4. A dropped write may land later, when a check says something else about these bytes. So the image stops.
+//! 4. A unit that holds its own entry and is filled from end to end gets another place, where there is one. The old
+//!    one is freed in the transaction that changes the entry, as in the paper Selfie.
+//! 5. A dropped write may land later, when a check says something else about these bytes. So the image stops.
 
 use std::ops::Range;
 
 use async_lock::MutexGuard;
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 use vellum_core::{
     BlockSize, Buffer, Context, GuestCluster, GuestOffset, GuestSpan, ImageOffset, Result, SharedStorage,
 };
@@ -30,7 +33,7 @@ use super::home_pages::Missing;
 use super::image::{Native, Origin, Sub};
 use super::publish::{Planned, Step};
 use super::read::{Part, Parts};
-use crate::claims::{Fresh, Held};
+use crate::claims::{Ask, Fresh, Held};
 use crate::engine::{self, Pieces, Space, Way, Write as _, Writer, place_fresh};
 use crate::state::UnderWay;
 
@@ -64,6 +67,9 @@ impl Native {
         if let Some(zones) = &self.zones {
             zones.note_written(span.len());
         }
+        if let Some(units) = &self.units {
+            units.note_written(span.len());
+        }
         let is_large = || self.journal().is_some_and(|journal| journal.is_large());
         self.write_in_parts(span, data, self.bytes_at_once(), is_large).await
     }
@@ -75,12 +81,22 @@ impl Native {
         SUB_BLOCK.round_down(most).max(SUB_BLOCK.bytes())
     }
 
+    /// Whether a write of this run fills the cell of this byte from end to end.
+    fn fills_cell_of(&self, span: GuestSpan, at: GuestOffset) -> bool {
+        let cell = self.cell.start_of(self.cell_of(at)).span(self.cell.bytes());
+        span.intersect(cell) == cell
+    }
+
     /// Turns blocks that hold their units' entries into plain blocks. A block that is overwritten as a whole
-    /// gets its new bytes at once.
-    async fn make_plain_parts(&self, span: GuestSpan, parts: &Parts, data: &Buffer) -> Result<()> {
+    /// gets its new bytes at once. Units that are filled from end to end are left alone: they get another place,
+    /// if there is one. Returns whether any block was turned into a plain one.
+    async fn make_plain_parts(&self, span: GuestSpan, parts: &Parts, data: &Buffer) -> Result<bool> {
         let mut at = span.start();
+        let mut any = false;
         for part in parts {
-            if matches!(part.from, Origin::Embedded(_)) {
+            let is_embedded = matches!(part.from, Origin::Embedded(_));
+            if is_embedded && !(self.fills_cell_of(span, at) && self.units().has_one_to_fill()) {
+                any = true;
                 let new = (part.len == SUB_BLOCK.bytes()).then(|| {
                     let mut bytes = vec![0; 4096];
                     data.copy_to(usize::try_from(at - span.start()).expect("within the buffer"), &mut bytes);
@@ -90,7 +106,27 @@ impl Native {
             }
             at += part.len;
         }
-        Ok(())
+        Ok(any)
+    }
+
+    /// Takes a unit of unknown content for a step that fills its cell, if there is one. All of the step's bytes
+    /// are fresh then: the record says whether they have arrived, and what was there before is read by nobody.
+    async fn take_to_fill(&self, step: &mut Step<'_>) -> Result<bool> {
+        if step.plan.part.len() != self.cell.bytes() || !self.units().has_one_to_fill() {
+            return Ok(false);
+        }
+        // The claim of the whole cell: nobody else allocates for it.
+        let Ask::Yours = step.held().fresh() else { return Ok(false) };
+        let Some(unit) = self.units().take_to_fill() else {
+            step.held().give_up();
+            return Ok(false);
+        };
+        let place = self.places.unit(unit);
+        let fresh = Fresh { at: place.start(), zeroed: false };
+        step.held().provide(fresh);
+        step.place = Some(fresh);
+        step.fresh = smallvec![0..self.cell.bytes()];
+        self.reach(place).await.map(|()| true)
     }
 
     /// Releases a claim. A fresh unit that was not published is freed.
@@ -141,6 +177,10 @@ impl Native {
             let number = unit.cluster_of(part.start()).index();
             let (entry, form) = self.find(|| self.entry_and_form(number)).await?;
             if form != 0 && self.touches_block(part, form - 1) {
+                if self.take_to_fill(step).await? {
+                    step.plan.is_fresh = true;
+                    continue;
+                }
                 return Ok(Done::After(LookAgain)); // it was allocated after it was looked up
             }
             if entry != 0 {
@@ -153,6 +193,8 @@ impl Native {
                 step.place = settled(place.start());
                 step.plan.embedded = Some(embedded);
                 self.reach(place).await?;
+            } else {
+                self.take_to_fill(step).await?;
             }
         }
         let allocate = async |_| {
@@ -243,8 +285,9 @@ impl Writer for Native {
             return Ok(Way::After(LookAgain));
         }
         let parts = self.parts(span).await?;
-        if parts.iter().any(|part| matches!(part.from, Origin::Embedded(_))) {
-            self.make_plain_parts(span, &parts, data).await?;
+        if parts.iter().any(|part| matches!(part.from, Origin::Embedded(_)))
+            && self.make_plain_parts(span, &parts, data).await?
+        {
             return Ok(Way::After(LookAgain));
         }
         let place = |part: &Part| match part.from {

@@ -15,12 +15,14 @@
 //! 4. Each unit of an open zone is handed out once. Prepared units (`ahead.rs`) may also go to writes that do
 //!    not embed. A unit whose write fails is freed as usual, and is then a plain unit.
 //! 5. In a quiet time the embedded entries are written to the table early.
-//! 6. No entry is embedded while anything lies beneath the unit. So none is while there are snapshots.
+//! 6. No entry is embedded while anything lies beneath the unit. With snapshots one is embedded only where the page of its
+//!    entry is durably kept: recovery enters in the page at home what it finds, and no snapshot may see that.
 //!
 //! The tag does the work of two things in Selfie: the "zone type" by which Z-blocks are recognised, and the
 //! incarnation, because a block from an earlier time has another tag. Entries that Selfie gathers in metadata
 //! clusters are written to the table through the journal here: `docs/design/0006-zones.md`.
 
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -67,10 +69,14 @@ impl Native {
         Some(zones.pause())
     }
 
-    /// Whether a unit may hold its own entry now.
+    /// Whether a unit may hold its own entry now, if what the entry changes is kept.
     pub(super) fn may_embed(&self) -> bool {
-        let Some(zones) = &self.zones else { return false };
-        !zones.is_paused() && !self.views.as_ref().is_some_and(Views::any)
+        self.zones.as_ref().is_some_and(|zones| !zones.is_paused())
+    }
+
+    /// Whether zones may be emptied now.
+    pub(super) fn may_compact(&self) -> bool {
+        self.may_embed() && !self.views.as_ref().is_some_and(Views::any)
     }
 
     /// Takes a unit of an open zone. `None` when no open zone has one left.
@@ -289,6 +295,14 @@ impl Native {
         let is_clean = !self.metadata.limits().fast_zeroes;
         units.has_new_zone(per_zone, count)
             || units.has_free_zone(per_zone, count, is_clean, |zone| open.contains(&zone))
+    }
+
+    /// Units of unknown content in a zone of which all is free, at most `most` of them.
+    pub(super) fn take_unknown_of_a_zone(&self, units: &Units, most: usize) -> Option<Range<u32>> {
+        let zones = self.zones.as_ref()?;
+        let open: Vec<u32> = lock(&zones.open).iter().map(|zone| zone.zone).collect();
+        let (per_zone, count) = (self.places.units_per_zone(), self.places.zones());
+        units.take_unknown_of_a_zone(per_zone, count, most, |zone| open.contains(&zone))
     }
 
     /// Opens a zone, if there is one. It is used once its opening is durable.

@@ -8,6 +8,7 @@ use std::time::Duration;
 use vellum_core::{
     Buffer, Disk, GuestOffset, HostTally, ImageOffset, IoCounts, Random, SharedStorage, Storage, WriteFlags,
 };
+use vellum_format::Prealloc;
 use vellum_format::native::{Native, OpenOptions, create};
 use vellum_sim::{Drive, DriveOptions, World};
 
@@ -39,6 +40,10 @@ struct Fixture {
 impl Fixture {
     /// An open image on a device full of old bytes, or in a file.
     async fn open(world: &World, on_device: bool) -> Self {
+        Self::open_keeping(world, on_device, Prealloc::Auto).await
+    }
+
+    async fn open_keeping(world: &World, on_device: bool, prealloc: Prealloc) -> Self {
         let drive = Drive::new(world, DriveOptions::default());
         let setup = NativeSetup::table("table", 2 * UNITS * UNIT, UNIT);
         let image: SharedStorage = if on_device {
@@ -51,7 +56,8 @@ impl Fixture {
         };
         create(&*image, &setup.create_options()).await.unwrap();
         let tally = HostTally::default();
-        let options = OpenOptions { tally: tally.clone(), journal_key: Some(1), ..OpenOptions::default() };
+        let options =
+            OpenOptions { tally: tally.clone(), journal_key: Some(1), prealloc, ..OpenOptions::default() };
         let disk = Native::open(image.clone(), None, options).await.unwrap();
         Self { disk, image, tally, before: Default::default(), waits: 0, millis: 0 }
     }
@@ -159,6 +165,66 @@ fn a_guest_that_is_faster_waits() {
             fixture.write(unit).await;
         }
         assert_eq!(fixture.cost().waits, 0);
+        fixture.close().await;
+    });
+}
+
+/// What a write fills from end to end is not made zero before, and shows nothing of what was there.
+#[test]
+fn units_that_are_filled_need_no_zeros() {
+    const N: u64 = 100;
+    let world = World::new(0);
+    world.run(async {
+        let mut fixture = Fixture::open(&world, true).await;
+        fixture.idle(1000).await;
+        fixture.cost();
+        let bytes = |unit: u64| vec![u8::try_from(unit % 251).unwrap() + 1; usize::try_from(UNIT).unwrap()];
+        for unit in 0..N {
+            let at = GuestOffset::new(unit * UNIT);
+            fixture.disk.write(at, Buffer::copy_of(&bytes(unit)), WriteFlags::default()).await.unwrap();
+            fixture.idle(50).await;
+        }
+        let cost = fixture.cost();
+        assert_eq!((cost.zeroed_for_guest, cost.zeroed_ahead, cost.waits), (0, 0, 0), "{cost:?}");
+        // Data of units in a row is one request, or several; the superblock and the ring come before it.
+        assert!(cost.flushes <= 8, "what is not checked is flushed once more: {cost:?}");
+        fixture.write(N).await;
+        fixture.disk.flush().await.unwrap();
+        for unit in 0..N {
+            let at = GuestOffset::new(unit * UNIT);
+            let read = fixture.disk.read(at, Buffer::zeroed(usize::try_from(UNIT).unwrap())).await.unwrap();
+            assert!(read.to_vec() == bytes(unit), "unit {unit}");
+        }
+        let read = fixture.disk.read(GuestOffset::new(N * UNIT), Buffer::zeroed(1024)).await.unwrap();
+        assert_eq!(read.to_vec(), [vec![0; 512], vec![7; 512]].concat(), "a unit that is written in part");
+        fixture.close().await;
+    });
+}
+
+/// As much as somebody wants is made ready when the guest is quiet, and not beside it.
+#[test]
+fn as_much_is_kept_ready_as_is_asked_for() {
+    let world = World::new(0);
+    world.run(async {
+        let mut fixture = Fixture::open_keeping(&world, true, Prealloc::Fixed(200 * UNIT)).await;
+        fixture.cost();
+        fixture.idle(60_000).await;
+        let cost = fixture.cost();
+        assert_eq!((cost.zeroed_for_guest, cost.zeroed_ahead, cost.waits), (0, 200, 0), "{cost:?}");
+        for unit in 0..100 {
+            fixture.write(unit).await;
+            fixture.idle(50).await;
+        }
+        let cost = fixture.cost();
+        assert!(
+            cost.zeroed_ahead <= 24 && cost.waits == 0,
+            "not beside a guest that flushes nothing: {cost:?}"
+        );
+        fixture.idle(60_000).await;
+        let cost = fixture.cost();
+        assert!((76..=100).contains(&cost.zeroed_ahead), "{cost:?}");
+        fixture.idle(60_000).await;
+        assert_eq!(fixture.cost(), NOTHING, "a quiet disk costs nothing");
         fixture.close().await;
     });
 }

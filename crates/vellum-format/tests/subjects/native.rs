@@ -49,6 +49,8 @@ pub(crate) struct NativeSubject {
     far: u64,
     /// It lies on a device of this length, which has other bytes on it.
     device: Option<u64>,
+    /// On which zeros have to be written.
+    writes_zeros: bool,
     /// Places are units, far from each other.
     is_by_units: bool,
     /// Where places are, if it is somewhere else.
@@ -81,6 +83,7 @@ impl NativeSubject {
             below,
             far,
             device: None,
+            writes_zeros: false,
             is_by_units: false,
             places: None,
             is_in_a_row: false,
@@ -276,6 +279,18 @@ impl NativeSubject {
         Self { is_by_units: true, device: Some((1 << 20) + (10 << 16)), ..Self::new(setup, 256 << 10) }
     }
 
+    /// As above, where zeros have to be written: units that are filled from end to end are not made zero before,
+    /// and such a write moves a unit that holds its own entry.
+    pub(crate) fn zoned_on_an_old_device() -> Self {
+        let setup = NativeSetup::zoned("vellum, zoned, on an old device", 512 << 10, 64 << 10, 128 << 10);
+        Self {
+            is_by_units: true,
+            writes_zeros: true,
+            device: Some((1 << 20) + (20 << 16)),
+            ..Self::new(setup, 256 << 10)
+        }
+    }
+
     /// The base ends within a unit; behind it units hold their own entries.
     pub(crate) fn zoned_over_a_base() -> Self {
         let setup = NativeSetup::zoned("vellum, zoned over a base", 512 << 10, 64 << 10, 1 << 20);
@@ -332,6 +347,15 @@ impl NativeSubject {
         }
     }
 
+    /// The table has two pages, and the book is in the second: no snapshot has a copy of the first before the guest
+    /// writes there.
+    pub(crate) fn zoned_with_snapshots_of_two_pages() -> Self {
+        let setup =
+            NativeSetup::zoned("vellum, zoned with snapshots, two pages", 1040 << 16, 64 << 10, 1 << 20);
+        let places = [0, 1 << 16, 2 << 16, 3 << 16, 1025 << 16];
+        Self { places: Some(places), has_snapshots: true, ..Self::new(setup, 256 << 10) }
+    }
+
     pub(crate) fn zoned_with_snapshots() -> Self {
         let setup = NativeSetup::zoned("vellum, zoned with snapshots", 512 << 10, 64 << 10, 1 << 20);
         Self { is_by_units: true, has_snapshots: true, ..Self::new(setup, 256 << 10) }
@@ -371,7 +395,8 @@ impl NativeSubject {
     }
 
     fn on_its_medium(&self, image: SharedStorage) -> SharedStorage {
-        if self.device_len().is_some() { Device::with(image, self.setup.options.has_zones) } else { image }
+        let has_fast_zeroes = self.setup.options.has_zones && !self.writes_zeros;
+        if self.device_len().is_some() { Device::with(image, has_fast_zeroes) } else { image }
     }
 }
 

@@ -86,12 +86,13 @@ const SETTING: &str = "Simulated: HDD 7200 rpm (WD3200AAJS) and SSD SATA (840 EV
 pub(crate) fn make(options: &Options, table: Table) -> Result<Made> {
     table.say(SETTING);
     let is_quick = !options.is_full;
-    let mut rates = figures_5_to_7(options, table)?;
-    rates.extend(mixed(is_quick, table)?);
     let bytes = if is_quick { 256 << 20 } else { 8_000_000_000 / (512 * K as u64) * (512 * K as u64) };
     let copies = copied(bytes, table)?;
+    let by_zones = by_ready_zones(bytes, &copies, table)?;
     let tarballs = tarball(table)?;
     let (guests, overwrites) = recorded(table)?;
+    let mut rates = figures_5_to_7(options, table)?;
+    rates.extend(mixed(is_quick, table)?);
     let today = match of_today(options) {
         Ok(today) => today,
         Err(error) => {
@@ -126,8 +127,9 @@ pub(crate) fn make(options: &Options, table: Table) -> Result<Made> {
     rows.extend(scaled(rows::recovery(&recovered[0].1), "made with 4 GiB; --full makes the paper's 128"));
     rows.extend(rows::not_made());
     rows.sort_by_key(|row| row.id[1..].parse::<u32>().unwrap_or(u32::MAX));
-    let figures = drawn(&rates, &copies, &guests);
-    let copies = copies.into_iter().chain(tarballs).collect();
+    let mut figures = drawn(&rates, &copies, &guests);
+    figures.push(zones_drawn(&by_zones, &copies));
+    let copies = copies.into_iter().chain(tarballs).chain(by_zones).collect();
     let report = Report { rates, copies, guests, overwrites, today, recovered };
     Ok(Made {
         name: "selfie",
@@ -272,20 +274,57 @@ fn mixed(is_quick: bool, table: Table) -> Result<Vec<Rate>> {
     Ok(rates)
 }
 
+/// As many zones as this much fills, with some to spare.
+fn zones_for(bytes: u64) -> u32 {
+    u32::try_from(bytes.div_ceil(64 << 20)).expect("gigabytes") + 4
+}
+
 /// Figure 8.
 fn copied(bytes: u64, table: Table) -> Result<Vec<Copied>> {
+    let cleared = Below::Cleared(zones_for(bytes));
     let jobs: Vec<(Image, Below, u32)> = [Below::Volume, Below::ThinVolume]
         .into_iter()
-        .flat_map(|below| {
-            let all = ON_VOLUMES.map(|image| (image, below, 100));
-            all.into_iter().chain([(Image::Zoned, below, 50), (Image::Zoned, below, 0)])
-        })
+        .flat_map(|below| ON_VOLUMES.map(|image| (image, below, 100)))
+        .chain([(Image::Zoned, cleared, 100)])
+        .chain(
+            [cleared, Below::Volume, Below::ThinVolume]
+                .into_iter()
+                .flat_map(|below| [50, 0].map(|packs| (Image::Zoned, below, packs))),
+        )
         .collect();
     let copies = copy(&jobs, bytes)?;
     table.say("");
     table.say(&format!("Figure 8, dd of {} MB and one sync, Hdd: seconds", bytes / 1_000_000));
     show_copies(&copies, table);
     Ok(copies)
+}
+
+/// Figure 8, where a part of the zones is ready.
+fn by_ready_zones(bytes: u64, copies: &[Copied], table: Table) -> Result<Vec<Copied>> {
+    let all = zones_for(bytes);
+    let parts = [all / 8, all / 4, all / 2, all / 4 * 3];
+    let jobs = parts.map(|zones| (Image::Zoned, Below::Cleared(zones), 100));
+    let some = copy(&jobs, bytes)?;
+    table.say("");
+    table.say("The same dd of what packs, by zones that are ready when it begins: seconds");
+    let two = copies.iter().find(|copy| is_our_dd(copy, Below::Volume));
+    let most = copies.iter().find(|copy| is_our_dd(copy, Below::Cleared(all)));
+    for copy in two.into_iter().chain(&some).chain(most) {
+        table.say(&format!("  {:>4} zones {:>8.2}", ready_zones(copy), copy.dd.seconds));
+    }
+    Ok(some)
+}
+
+fn is_our_dd(copy: &Copied, below: Below) -> bool {
+    (copy.image, copy.stage.below, copy.stage.packs) == (Image::Zoned, below, 100)
+}
+
+/// How many zones are ready before it.
+fn ready_zones(copy: &Copied) -> u32 {
+    match copy.stage.below {
+        Below::Cleared(zones) => zones,
+        _ => 2,
+    }
 }
 
 fn copy(jobs: &[(Image, Below, u32)], bytes: u64) -> Result<Vec<Copied>> {
@@ -299,9 +338,9 @@ fn show_copies(copies: &[Copied], table: Table) {
     table.say(&format!("  {:<43} {:>8} {:>8} {:>12}", "", "write", "read", "noise over"));
     for Copied { image, stage, dd } in copies {
         table.say(&format!(
-            "  {:<24} {:<10?} {:>3} % pack {:>8.2} {:>8.2} {:>12.2}",
+            "  {:<24} {:<12} {:>3} % pack {:>8.2} {:>8.2} {:>12.2}",
             image.name(),
-            stage.below,
+            format!("{:?}", stage.below),
             stage.packs,
             dd.seconds,
             dd.read_seconds,
@@ -323,6 +362,9 @@ fn tarball(table: Table) -> Result<Vec<Copied>> {
     Ok(copies)
 }
 
+/// More than the recorded guests fill.
+const CLEARED: Below = Below::Cleared(16);
+
 /// Table 1, mkfs, and Figure 9.
 fn recorded(table: Table) -> Result<(Vec<Seen>, Overwrites)> {
     let (mkfs, postmark) = (Recorded::mkfs()?, Recorded::postmark()?);
@@ -334,6 +376,7 @@ fn recorded(table: Table) -> Result<(Vec<Seen>, Overwrites)> {
         for below in [Below::Volume, Below::ThinVolume] {
             jobs.extend(ON_VOLUMES.map(|image| (guest, image, Stage { drive, below, packs: 100 })));
         }
+        jobs.push((guest, Image::Zoned, Stage { drive, below: CLEARED, packs: 100 }));
     }
     let seen = on_all_processors(&jobs, |(guest, image, stage)| {
         let played = play(*image, *stage, of(*guest))?;
@@ -451,9 +494,48 @@ fn threads_drawn(
     }
 }
 
+/// The time of dd by how many zones were ready.
+fn zones_drawn(some: &[Copied], copies: &[Copied]) -> Figure {
+    let ours = |copy: &&Copied| copy.image == Image::Zoned && copy.stage.packs == 100;
+    let on_volumes = |copy: &&Copied| copy.stage.below != Below::ThinVolume;
+    let mut all: Vec<&Copied> = copies.iter().chain(some).filter(ours).filter(on_volumes).collect();
+    all.sort_by_key(|copy| ready_zones(copy));
+    let of = |image| {
+        let is_it = |copy: &&Copied| (copy.image, copy.stage.below) == (image, Below::Volume);
+        copies.iter().find(is_it).map(|copy| copy.dd.seconds)
+    };
+    let flat = |image: Image, name: &str| Series {
+        name: name.to_owned(),
+        is_of_the_paper: false,
+        values: all.iter().map(|_| of(image)).collect(),
+    };
+    Figure {
+        file: "selfie-8-zones".to_owned(),
+        title: "Figure 8 by zones that are ready: dd of what packs, and one sync, HDD".to_owned(),
+        shape: Shape::Lines,
+        x_name: "zones of 64 MiB that are ready when dd begins",
+        y_name: "seconds",
+        places: all.iter().map(|copy| ready_zones(copy).to_string()).collect(),
+        series: vec![
+            Series {
+                name: Image::Zoned.name().to_owned(),
+                is_of_the_paper: false,
+                values: all.iter().map(|copy| Some(copy.dd.seconds)).collect(),
+            },
+            flat(Image::Host, Image::Host.name()),
+            flat(Image::Qcow2, Image::Qcow2.name()),
+            flat(Image::Fvd, Image::Fvd.name()),
+        ],
+    }
+}
+
 fn copies_drawn(copies: &[Copied]) -> Figure {
-    let ways = [Below::Volume, Below::ThinVolume];
+    let is_cleared = |copy: &&Copied| matches!(copy.stage.below, Below::Cleared(_));
+    let cleared = copies.iter().find(is_cleared).map_or(Below::Volume, |copy| copy.stage.below);
+    let ways = [cleared, Below::Volume, Below::ThinVolume];
     let time = |image, below, packs| {
+        // Who clears nothing ahead is the same on both volumes.
+        let below = if image != Image::Zoned && below == cleared { Below::Volume } else { below };
         let is_it =
             |copy: &&Copied| (copy.image, copy.stage.below, copy.stage.packs) == (image, below, packs);
         copies.iter().find(is_it).map(|copy| copy.dd.seconds)
@@ -474,7 +556,7 @@ fn copies_drawn(copies: &[Copied]) -> Figure {
     series.push(Series {
         name: "Selfie, as the paper prints it".to_owned(),
         is_of_the_paper: true,
-        values: vec![Some(0.23), None],
+        values: vec![Some(0.23), None, None],
     });
     Figure {
         file: "selfie-8".to_owned(),
@@ -482,7 +564,7 @@ fn copies_drawn(copies: &[Copied]) -> Figure {
         shape: Shape::Bars,
         x_name: "the image is on",
         y_name: "time by QCOW2's",
-        places: vec!["a volume".to_owned(), "a thin volume".to_owned()],
+        places: vec!["a volume, cleared ahead".to_owned(), "a volume".to_owned(), "a thin volume".to_owned()],
         series,
     }
 }

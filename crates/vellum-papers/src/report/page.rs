@@ -78,6 +78,8 @@ pub(crate) fn page(papers: &[Made], command: &str, day: &str) -> String {
 
 fn row_html(row: &Row) -> String {
     let mut html = String::new();
+    // A number and its percent sign stay together.
+    let value = |text: &str| escaped(text).replace(" %", "\u{a0}%");
     let ratio = row.ratio.map_or_else(|| "–".to_owned(), |ratio| format!("{ratio:.2}"));
     let note =
         if row.note.is_empty() { String::new() } else { format!("<small>{}</small>", escaped(&row.note)) };
@@ -91,8 +93,8 @@ fn row_html(row: &Row) -> String {
         escaped(row.place),
         escaped(&row.what),
         row.how.name(),
-        escaped(&row.paper),
-        escaped(&row.here),
+        value(&row.paper),
+        value(&row.here),
         row.verdict.name(),
     )
     .expect("memory");

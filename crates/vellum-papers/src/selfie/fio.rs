@@ -8,7 +8,7 @@ use serde::Serialize;
 use vellum_core::{Random, Result, try_join_all};
 use vellum_lab::guest::Request;
 
-use super::scene::{DISK, IDLE, SEED, Scene, units_of_which};
+use super::scene::{DISK, SEED, Scene, units_of_which};
 use super::{Image, Stage};
 
 /// A page of a table covers at least this much of the disk.
@@ -71,10 +71,10 @@ pub(crate) fn fio(image: Image, stage: Stage, fio: Fio) -> Result<f64> {
     let warm_up = (each / 4).max(1);
     let bytes = &scene.bytes;
     run(bytes, 0, 1)?;
-    scene.world.run(scene.world.sleep(IDLE));
+    scene.idle();
     if fio.is_again {
         run(&units_of_which(100), 1, warm_up + each)?;
-        scene.world.run(scene.world.sleep(IDLE));
+        scene.idle();
     }
     run(bytes, 1, warm_up)?;
     let took = run(bytes, 1 + warm_up, each)?;

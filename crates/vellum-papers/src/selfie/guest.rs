@@ -13,7 +13,7 @@ use vellum_core::{Error, Result};
 use vellum_lab::guest::{Bytes, Request};
 use vellum_lab::trace::Trace;
 
-use super::scene::{DISK, IDLE, Scene};
+use super::scene::{DISK, Scene};
 use super::{Image, REQUEST, Stage, UNIT};
 
 const BLOCK: usize = 4096;
@@ -192,7 +192,7 @@ pub(crate) fn play(image: Image, stage: Stage, guest: &Recorded) -> Result<Playe
         true => scene.make_ready(DISK - REQUEST as u64)?,
         false => {
             scene.ask(&guest.before, DEPTH, &packing)?;
-            scene.world.run(scene.world.sleep(IDLE));
+            scene.idle();
         }
     }
     let (before, packed) = (scene.drive.counts(), scene.drive.packed());

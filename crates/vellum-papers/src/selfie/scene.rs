@@ -12,7 +12,7 @@ use vellum_core::{
 };
 use vellum_format::image::Files;
 use vellum_format::native::{CreateOptions, Native, OpenOptions, create};
-use vellum_format::{Raw, qcow2};
+use vellum_format::{Prealloc, Raw, qcow2};
 use vellum_lab::guest::Bytes;
 use vellum_sim::World;
 use vellum_sim::model::Medium;
@@ -33,7 +33,9 @@ pub(super) const SEED: u64 = 1;
 pub(super) const TENDED_EVERY: Duration = Duration::from_millis(50);
 const TENDED_NEXT: Duration = Duration::from_millis(1);
 /// The idle time before a measurement: an image is made, and then not written for a while.
-pub(super) const IDLE: Duration = Duration::from_secs(60);
+const IDLE: Duration = Duration::from_secs(60);
+/// What it takes more to make a zone zero, with time to spare.
+const IDLE_FOR_A_ZONE: Duration = Duration::from_millis(1500);
 
 pub(super) enum Engine {
     Disk(SharedDisk),
@@ -73,6 +75,7 @@ pub(super) struct Scene {
     pub(super) tally: HostTally,
     /// The disk is not tended any more.
     pub(super) has_crashed: Arc<AtomicBool>,
+    idle: Duration,
     /// What guests write: as much as a request, so often as units that pack.
     pub(super) bytes: Arc<Vec<u8>>,
 }
@@ -96,7 +99,7 @@ impl Scene {
             Drive::Ssd => Medium::new(Ssd::new(SsdParameters::consumer_sata())),
         };
         let limits = match stage.below {
-            Below::Volume => {
+            Below::Volume | Below::Cleared(_) => {
                 Limits { fixed_len: true, grows_zeroed: false, fast_zeroes: false, ..Limits::plain() }
             }
             Below::ThinVolume => Limits { fixed_len: true, grows_zeroed: false, ..Limits::plain() },
@@ -108,14 +111,18 @@ impl Scene {
                 let journal = ImageOffset::ZERO.span(ZONE);
                 HostFile::new(drive.clone(), HostLayout { journal, file: ImageOffset::new(ZONE) })
             }
-            Below::Volume | Below::ThinVolume => drive.clone(),
+            Below::Volume | Below::Cleared(_) | Below::ThinVolume => drive.clone(),
+        };
+        let prealloc = match stage.below {
+            Below::Cleared(zones) => Prealloc::Fixed(u64::from(zones) * ZONE),
+            _ => Prealloc::Auto,
         };
         let tally = HostTally::default();
         let engine = match image {
             Image::Host => Engine::Disk(Raw::open(drive.clone(), false, &tally)),
             Image::Zoned | Image::Table => {
                 let (opened, data_offset) =
-                    world.run(open(storage, image == Image::Zoned, disk, &tally, world.clock()))?;
+                    world.run(open(storage, image == Image::Zoned, disk, &tally, world.clock(), prealloc))?;
                 drive.count_from(data_offset + if stage.below == Below::File { ZONE } else { 0 });
                 Engine::Disk(opened)
             }
@@ -136,6 +143,10 @@ impl Scene {
             engine: Rc::new(engine),
             tally,
             has_crashed: Arc::default(),
+            idle: match stage.below {
+                Below::Cleared(zones) => IDLE + IDLE_FOR_A_ZONE * zones,
+                _ => IDLE,
+            },
             bytes: units_of_which(stage.packs),
         };
         scene.tend();
@@ -172,8 +183,13 @@ impl Scene {
             self.engine.write(at, &self.bytes).await?;
             self.engine.flush().await
         })?;
-        self.world.run(self.world.sleep(IDLE));
+        self.idle();
         Ok(())
+    }
+
+    /// Idle time, for preparations.
+    pub(super) fn idle(&self) {
+        self.world.run(self.world.sleep(self.idle));
     }
 
     /// So many workers, each of which takes the next item when it has done one.
@@ -238,6 +254,7 @@ async fn open(
     size: u64,
     tally: &HostTally,
     clock: Arc<dyn Clock>,
+    prealloc: Prealloc,
 ) -> Result<(SharedDisk, u64)> {
     let options =
         CreateOptions { size, has_table: true, has_zones, uuid: Some([7; 16]), ..CreateOptions::default() };
@@ -250,6 +267,7 @@ async fn open(
         tally: tally.clone(),
         journal_key: Some(1),
         clock: Some(clock),
+        prealloc,
         ..OpenOptions::default()
     };
     Ok((Native::open(storage, None, options).await?, data_offset))

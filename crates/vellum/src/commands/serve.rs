@@ -147,8 +147,10 @@ pub(crate) struct Args {
     snapshot: Option<String>,
     /// Write zeros ahead of a growing image while idle, so that flushes cost less
     ///
-    /// The distance is a size from 64k to 1G, adaptive (about one second's worth of writes) or off. Default:
-    /// as set in the image, otherwise adaptive on ext4 and XFS and off elsewhere.
+    /// The distance is a size from 64k to 64G, adaptive (about one second's worth of writes) or off. Default:
+    /// as set in the image, otherwise adaptive on ext4 and XFS and off elsewhere. For an image of the native
+    /// format on a device that cannot zero its space itself, a size is how much of it is kept zero, made so when
+    /// the guest is quiet (default: two zones).
     #[arg(long, value_name = "HOW", value_parser = parse_prealloc, help_heading = PERFORMANCE)]
     prealloc: Option<Prealloc>,
     /// Maximum memory for the qcow2 mapping tables of each disk and its backing images

@@ -35,6 +35,8 @@ use crate::state::lock;
 const KEPT_BYTES: u64 = 20 + 8 * 4 + 2 * 24;
 /// The bytes for an entry, and for the bit of the unit that it named.
 const ENTRY_BYTES: u64 = 2 * WORD_COST;
+/// Of so many pages it is remembered when they were kept, before those are forgotten for which that is durable.
+const KEPT_IN_MAX: usize = 256;
 /// Units are copied in pieces of this size.
 const PAGE: usize = 4096;
 /// A run of checks never crosses a multiple of this.
@@ -47,6 +49,16 @@ impl Native {
         let Some(views) = self.views.as_ref().filter(|views| views.any()) else { return true };
         let held = lock(&views.copies);
         words().into_iter().all(|word| held.is_kept(page_of(word)))
+    }
+
+    /// Whether this word of home may change without a record: a recovery that finds the entry elsewhere changes nothing
+    /// that a snapshot sees. So the page is durably kept.
+    pub(in crate::native) fn may_change_unrecorded(&self, word: ImageOffset) -> bool {
+        let Some(views) = self.views.as_ref().filter(|views| views.any()) else { return true };
+        let held = lock(&views.copies);
+        let page = page_of(word);
+        let is_durable = |kept_in: &u64| self.engine.commits.is_durable(*kept_in);
+        held.is_kept(page) && held.kept_in.get(&page).is_none_or(is_durable)
     }
 
     /// Enters the open transaction with changes of these words of home.
@@ -108,6 +120,12 @@ impl Native {
             self.journal().expect("it has begun").add_checks(&checks);
             let id = held.keepers[0];
             held.copies.add(id, page, slot, &bytes);
+            let sequence = self.journal().expect("it has begun").open_sequence();
+            let commits = &self.engine.commits;
+            if held.kept_in.len() >= KEPT_IN_MAX {
+                held.kept_in.retain(|_, kept_in| !commits.is_durable(*kept_in));
+            }
+            held.kept_in.insert(page, sequence);
             return Ok(());
         }
     }
@@ -225,6 +243,19 @@ impl Native {
         change();
         if self.is_being_emptied(unit) {
             self.stamp(views, &mut held);
+        }
+    }
+
+    /// As above, where the entry names another unit, which becomes free if no snapshot sees it. The caller holds
+    /// the gate, and the page is kept.
+    pub(in crate::native) fn enter_instead(&self, bits: Bits, unit: u32) {
+        let mut held = self.views.as_ref().map(|views| lock(&views.copies));
+        self.put_entry_of(held.as_deref_mut(), bits, unit);
+        if let (Some(views), Some(held)) = (&self.views, held.as_deref_mut())
+            && self.compacts()
+            && self.is_being_emptied(unit)
+        {
+            self.stamp(views, held);
         }
     }
 

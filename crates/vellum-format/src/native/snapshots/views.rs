@@ -12,6 +12,7 @@ use super::super::unfinished::Found;
 use super::copies::Copies;
 use super::list::List;
 use super::released::Released;
+use crate::hash::HashMap;
 use crate::state::lock;
 
 /// The snapshots of an image that is open read-write.
@@ -39,6 +40,8 @@ pub(super) struct Held {
     /// The end of the chain: the newest snapshot that stays, for which pages are kept, and after it those
     /// that are being deleted, on whose copies it still relies. Empty when no snapshot stays.
     pub(super) keepers: Vec<u32>,
+    /// The transactions in which pages were kept of late.
+    pub(super) kept_in: HashMap<u64, u64>,
     pub(super) released: Released,
 }
 
@@ -68,7 +71,12 @@ impl Views {
         };
         Ok(Self {
             any: AtomicBool::new(!list.entries.is_empty()),
-            copies: Mutex::new(Held { copies, keepers: list.keepers(), released: Released::default() }),
+            copies: Mutex::new(Held {
+                copies,
+                keepers: list.keepers(),
+                kept_in: HashMap::default(),
+                released: Released::default(),
+            }),
             list: Mutex::new(list),
             keeping: Default::default(),
             changing: Default::default(),

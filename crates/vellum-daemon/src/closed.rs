@@ -339,14 +339,15 @@ pub async fn snapshot_rename(
     wanted: &str,
     name: &str,
 ) -> Result<()> {
+    refuse_own_name(name)?;
     let (storage, format) = keeper(path, format, "renamed").await?;
-    let closed = format.closed_snapshots().ok_or_else(|| not_renamed(path))?;
-    closed.rename(&storage, Wanted::IdOrName(wanted), name).await
-}
-
-/// Why a snapshot of a native image keeps its name.
-pub(crate) fn not_renamed(path: &Path) -> Error {
-    Error::unsupported(format!("{}: only snapshots of qcow2 images can be renamed", path.display()))
+    if let Some(closed) = format.closed_snapshots() {
+        return closed.rename(&storage, Wanted::IdOrName(wanted), name).await;
+    }
+    let (disk, snapshots) = format.open_alone(&storage).await?;
+    let renamed = snapshots.rename(wanted, name).await;
+    let closed = disk.close().await;
+    renamed.and(closed)
 }
 
 /// Makes the disk what a snapshot has.

@@ -650,6 +650,13 @@ pub trait Snapshots: Send + Sync {
     /// `NotFound` when there is none, `Refused` when clones stand on it, and the errors of the image.
     fn delete<'a>(&'a self, wanted: &'a str) -> LocalFuture<'a, Result<()>>;
 
+    /// Gives a snapshot another name, by its number or name.
+    ///
+    /// # Errors
+    /// `NotFound` when there is none, `Invalid` for an impossible name, `Refused` when clones stand on it, and the errors of the
+    /// image.
+    fn rename<'a>(&'a self, wanted: &'a str, name: &'a str) -> LocalFuture<'a, Result<()>>;
+
     /// Records durably that clones stand on a snapshot, by its number or name: it cannot be deleted until it is
     /// [released](Snapshots::release).
     ///

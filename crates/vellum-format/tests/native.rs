@@ -22,6 +22,8 @@ mod host;
 mod late;
 #[path = "native/ready.rs"]
 mod ready;
+#[path = "native/renamed.rs"]
+mod renamed;
 #[path = "native/sim.rs"]
 mod sim;
 #[path = "native/snapshots.rs"]

@@ -17,7 +17,7 @@ use vellum_format::image::{ClosedSnapshots, SnapshotSupport, Wanted};
 
 use super::{Disks, IS_READ, Served, Step, Top, facts, kept, none_in, reads_a_snapshot};
 use crate::clones_of::with_clones;
-use crate::closed::{not_renamed, since_1970};
+use crate::closed::{refuse_own_name, since_1970};
 use crate::control::SnapshotFacts;
 
 impl Served {
@@ -82,10 +82,10 @@ impl Served {
 
     /// Gives a snapshot another name.
     pub(crate) async fn snapshot_rename(&self, wanted: &str, name: &str) -> Result<()> {
+        refuse_own_name(name)?;
         let top = self.top().await?;
         if !must_be_closed(&top) {
-            kept(top.member(), "renamed")?;
-            return Err(not_renamed(&self.path()));
+            return kept(top.member(), "renamed")?.rename(wanted, name).await;
         }
         drop(top);
         let rename = async |closed: &'static dyn ClosedSnapshots, image: &SharedStorage| {

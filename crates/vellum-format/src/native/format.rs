@@ -482,6 +482,10 @@ impl Snapshots for Native {
         Box::pin(self.snapshot_delete(wanted))
     }
 
+    fn rename<'a>(&'a self, wanted: &'a str, name: &'a str) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move { self.snapshot_rename(wanted, name).await.map(drop) })
+    }
+
     fn mark_cloned<'a>(&'a self, wanted: &'a str) -> LocalFuture<'a, Result<Snapshot>> {
         Box::pin(async move { self.snapshot_mark_cloned(wanted).await.map(Snapshot::from) })
     }

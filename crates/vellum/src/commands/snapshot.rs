@@ -111,7 +111,7 @@ enum What {
     External(External),
     /// Give a snapshot another name
     ///
-    /// Only snapshots of qcow2 images can be renamed.
+    /// One on which clones stand keeps its name, because they refer to it by that.
     #[command(
         override_usage = "vellum snapshot rename [OPTIONS] FILE NAME NEW\n       vellum snapshot rename [OPTIONS] --control PATH NAME NEW"
     )]

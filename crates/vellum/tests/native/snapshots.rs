@@ -51,6 +51,12 @@ fn story(layout: &str) {
         same(&copy, model);
         vellum(&["map", "--snapshot", wanted, "--output", "json", &image]).json();
     }
+    // Another name, and the first one again.
+    vellum(&["snapshot", "rename", &image, "full", "all of it"]).answer();
+    assert_eq!((&listed(&image)[1]["name"], &listed(&image)[1]["id"]), (&"all of it".into(), &"2".into()));
+    refused(&["empty"], &["snapshot", "rename", &image, "2", "empty"]);
+    vellum(&["snapshot", "rename", &image, "2", "full"]).answer();
+    check_says(&image, 0);
     // Back, and forth again.
     vellum(&["snapshot", "revert", &image, "empty"]).answer();
     same(&image, &base_name);

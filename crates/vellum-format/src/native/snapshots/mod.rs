@@ -8,6 +8,7 @@
 //!                   ► the entry
 //!   revert   a mark ► the pages of home become what the snapshot sees ► the size ► no mark revert.rs
 //!   clone    a flag: it cannot be deleted while clones stand on it                        cloned.rs
+//!   rename   the words of its name                                                        renamed.rs
 //!   open     pages are looked up along the chain                                           still.rs
 //!            the same beside the disk, while that is written                               live.rs
 //! ```
@@ -36,6 +37,7 @@ mod keep;
 mod list;
 mod live;
 mod released;
+mod renamed;
 mod revert;
 pub(super) mod still;
 pub(super) mod views;
@@ -107,11 +109,7 @@ impl Native {
 
     async fn create_inner(&self, name: &str, now_seconds: u64) -> Result<u32> {
         let views = self.views()?;
-        if name.is_empty() || name.len() > NAME_MAX || name.contains(char::is_control) {
-            return Err(Error::invalid(format!(
-                "{name:?} cannot be the name of a snapshot: a name has 1 to {NAME_MAX} bytes and no control characters"
-            )));
-        }
+        check_name(name)?;
         let _one = views.changing.lock().await;
         must_be_drained(&self.engine.name, self.superblocks.lock().await.superblock.session())?;
         let (index, id, before) = {
@@ -241,6 +239,16 @@ impl Native {
             self.commit().await?;
         }
     }
+}
+
+/// Refuses what cannot be a name.
+fn check_name(name: &str) -> Result<()> {
+    if name.is_empty() || name.len() > NAME_MAX || name.contains(char::is_control) {
+        return Err(Error::invalid(format!(
+            "{name:?} cannot be the name of a snapshot: a name has 1 to {NAME_MAX} bytes and no control characters"
+        )));
+    }
+    Ok(())
 }
 
 fn public(list: &List) -> Vec<Snapshot> {

@@ -20,6 +20,7 @@ use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
 
 use crate::output::{complain, printable};
+use crate::spoken::spoken;
 
 /// The environment variable that says what is logged.
 const VARIABLE: &str = "VELLUM_LOG";
@@ -109,7 +110,11 @@ pub(crate) struct Log;
 
 impl Write for Log {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let sent = queue().is_some_and(|queue| queue.try_send(Item::Line(bytes.to_vec())).is_ok());
+        let line = match std::str::from_utf8(bytes) {
+            Ok(line) => spoken(line).into_owned().into_bytes(),
+            Err(_) => bytes.to_vec(),
+        };
+        let sent = queue().is_some_and(|queue| queue.try_send(Item::Line(line)).is_ok());
         if !sent {
             LOST.fetch_add(1, Ordering::Relaxed);
         }

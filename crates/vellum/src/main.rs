@@ -17,6 +17,7 @@ mod progress;
 mod qemu_img;
 mod qemu_nbd;
 mod secrets;
+mod spoken;
 mod version;
 
 use std::ffi::{OsStr, OsString};
@@ -126,7 +127,10 @@ fn words() -> Result<Vec<OsString>, ExitCode> {
     let name = words.first().and_then(|path| Path::new(path).file_name()).map(OsStr::to_owned);
     let translated = match name.as_deref().and_then(OsStr::to_str) {
         Some(qemu_img::NAME) => qemu_img::translate(&words[1..]).map_err(|why| vec![why]),
-        Some(qemu_nbd::NAME) => qemu_nbd::translate(&words[1..]),
+        Some(qemu_nbd::NAME) => {
+            spoken::as_qemu_nbd();
+            qemu_nbd::translate(&words[1..])
+        }
         _ => return Ok(words),
     };
     match translated {

@@ -16,6 +16,8 @@ use std::sync::Mutex;
 use serde::Serialize;
 use vellum_core::lock;
 
+use crate::spoken::spoken;
+
 /// Why stdout takes no more. Nothing else is written to it then.
 static STDOUT_FAILED: Mutex<Option<io::Error>> = Mutex::new(None);
 
@@ -48,7 +50,7 @@ pub(crate) fn pass_on(bytes: &[u8]) {
 /// A line that is no answer: what went wrong, what is being done. It stays one line whatever names it has from outside.
 pub(crate) fn complain(line: &str) {
     // One write for all of it, so that lines of several programs do not mix.
-    drop(io::stderr().lock().write_all(format!("{}\n", printable(line)).as_bytes()));
+    drop(io::stderr().lock().write_all(format!("{}\n", printable(&spoken(line))).as_bytes()));
 }
 
 /// The exit code of a command that ended with `code`, once it is known whether its answer was written.

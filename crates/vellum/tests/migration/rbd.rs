@@ -78,16 +78,44 @@ impl Cluster {
         Server::try_start_in(&[("CEPH_CONF", &config), ("CEPH_ARGS", "--id reader")], arguments)
     }
 
-    fn signal_osd(&self, signal: Signal) {
-        let pid = std::fs::read_to_string(self.dir.join("osd.0.pid")).expect("its number");
-        let pid = Pid::from_raw(pid.trim().parse().expect("a number")).expect("a process");
-        kill_process(pid, signal).expect("it runs");
+    fn osd(&self) -> Option<Pid> {
+        let pid = std::fs::read_to_string(self.dir.join("osd.0.pid")).ok()?;
+        Pid::from_raw(pid.trim().parse().ok()?)
+    }
+
+    /// Stops the OSD. When this returns none of its threads answers anything.
+    fn stop_osd(&self) -> Stopped<'_> {
+        let pid = self.osd().expect("its number");
+        kill_process(pid, Signal::STOP).expect("it runs");
+        let is_stopped = || {
+            let mut tasks =
+                std::fs::read_dir(format!("/proc/{}/task", pid.as_raw_nonzero())).expect("it runs");
+            tasks.all(|task| {
+                let stat = std::fs::read_to_string(task.expect("an entry").path().join("stat"));
+                // A thread may have just ended; the name before the state may hold anything.
+                stat.map_or(true, |stat| stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T')))
+            })
+        };
+        until("all of its threads are stopped", is_stopped);
+        Stopped(self)
     }
 
     /// The keys of its users.
     fn keys(&self) -> Vec<String> {
         let text = std::fs::read_to_string(self.dir.join("keyring")).expect("the keyring");
         text.lines().filter_map(|line| line.trim().strip_prefix("key = ")).map(str::to_owned).collect()
+    }
+}
+
+/// A cluster without its OSD, which goes on when this is dropped: also when a test fails meanwhile. What waits for it would
+/// wait for ever.
+struct Stopped<'a>(&'a Cluster);
+
+impl Drop for Stopped<'_> {
+    fn drop(&mut self) {
+        if let Some(pid) = self.0.osd() {
+            let _ = kill_process(pid, Signal::CONT);
+        }
     }
 }
 
@@ -164,12 +192,14 @@ fn a_snapshot_of_a_ceph_cluster_is_a_base() {
     let image = dir.text("pinned.qcow2");
     let served = cluster.serve(&["--allow-url", "rbd:disks/base", &image]).expect("it is served");
     let mut guest = Client::connect(&served.peer(), "").expect("a connection");
-    cluster.signal_osd(Signal::STOP);
+    let stopped = cluster.stop_osd();
     std::thread::scope(|scope| {
+        // Dropped before the scope waits for its thread, whatever fails here.
+        let stopped = stopped;
         let reading = scope.spawn(|| guest.read(4 << 20, 4096));
         std::thread::sleep(Duration::from_millis(300));
         assert!(!reading.is_finished(), "it is held");
-        cluster.signal_osd(Signal::CONT);
+        drop(stopped);
         assert_eq!(reading.join().expect("no panic").expect("in the end"), disk[4 << 20..(4 << 20) + 4096]);
     });
     guest.disconnect();
@@ -177,10 +207,10 @@ fn a_snapshot_of_a_ceph_cluster_is_a_base() {
     let patient = ["--allow-url", "rbd:disks/base", "--remote-timeout", "1", &image];
     let served = cluster.serve(&patient).expect("it is served");
     let mut guest = Client::connect(&served.peer(), "").expect("a connection");
-    cluster.signal_osd(Signal::STOP);
+    let stopped = cluster.stop_osd();
     assert!(guest.read(4 << 20, 4096).is_err(), "it is given up");
     assert_eq!(guest.read(1 << 20, 4096).expect("its own"), [9; 4096]);
-    cluster.signal_osd(Signal::CONT);
+    drop(stopped);
     until("it is tried again", || {
         guest.read(4 << 20, 4096).is_ok_and(|read| read == disk[4 << 20..(4 << 20) + 4096])
     });

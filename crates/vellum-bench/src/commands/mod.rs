@@ -3,6 +3,7 @@
 pub(crate) mod boot;
 pub(crate) mod chains;
 pub(crate) mod chores;
+pub(crate) mod closed_images;
 pub(crate) mod encryption;
 pub(crate) mod engine;
 pub(crate) mod exports;

@@ -1,21 +1,20 @@
-//! Changing what an existing image is, without a copy of its data: version 2 to version 3, lazy refcounts, the width of
-//! refcounts.
+//! Changing what an existing image is, without a copy of its data: its version, lazy refcounts, the width of refcounts.
 //!
 //! ```text
 //!   width      all refcounts anew beside the old, and a switch (`shadow.rs`)                       commit point
 //!   version    the snapshot table gets what version 3 requires ─ switch ► the header is laid out anew
 //!              in hops (`journal_setting.rs`), and the last of them says version 3                 commit point
 //!   lazy       a bit in the header's first sector                                                  commit point
+//!   version 2  `downgrade.rs`                                                                      commit point
 //! ```
 //!
-//! 1. They are done in this order: version, width, lazy. A crash leaves the image after one of them or before it, and the same
+//! 1. They are done in this order: version 3, width, lazy, version 2. A crash leaves the image after one of them or before it, and the same
 //!    command goes on from there.
 //! 2. The disk and its snapshots read the same all the time.
-//!
-//! Left out: version 3 to version 2, which has no zero clusters and no features: that is a copy.
 
 use vellum_core::{Context, Error, ImageOffset, Result, SharedStorage};
 
+use super::downgrade::downgrade;
 use super::header::Header;
 use super::journal_setting::{make_version_3, no_room};
 use super::layout::compatible;
@@ -54,17 +53,15 @@ async fn amend_inner(image: &SharedStorage, wish: &Amend) -> Result<()> {
         header.set_compatible(if is_lazy { header.compatible | bit } else { header.compatible & !bit });
         image.write(ImageOffset::ZERO, header.first_sector()).await?;
     }
-    image.flush().await // commit point
+    image.flush().await?; // commit point
+    match wish.version {
+        Some(2) if header.version() > 2 => downgrade(header, image).await,
+        _ => Ok(()),
+    }
 }
 
 fn refuse(header: &Header, wish: &Amend) -> Result<()> {
     let version = wish.version.unwrap_or(header.version());
-    if version < header.version() {
-        return Err(Error::unsupported(
-            "version 2 has no place for what version 3 may have: copy the image with `vellum convert -O qcow2 -o \
-             compat=0.10 OLD NEW`",
-        ));
-    }
     if version < 3 && wish.lazy_refcounts == Some(true) {
         return Err(Error::invalid("lazy refcounts need version 3: give compat=1.1 as well"));
     }

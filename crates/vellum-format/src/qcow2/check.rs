@@ -21,7 +21,10 @@
 //! - An extended entry whose bitmap contradicts itself is left unchanged, with everything it says. QEMU's
 //!   repair makes zeros of it.
 //!
-//! Entries of the snapshot table that are too short for version 3 are completed when nothing else is wrong.
+//! The snapshot table is written anew when nothing else is wrong: entries that are too short for version 3 are completed, extra
+//! data is cut to the most that is read (1024 bytes), and entries behind the most that there may be (65,536, in 64 MiB) are
+//! discarded, with what only they name. No program can read such snapshots. Without a repair such a table is an error of the
+//! check, as there.
 //!
 //! Repair ([`Repair`]) writes refcounts and flags in place when the refcount structure itself is sound.
 //! Otherwise it writes a new structure behind everything else and switches the header to it. It never touches
@@ -95,22 +98,23 @@ pub async fn check(
         // A repair mends faults of the image, and an unreplayed journal is the first of them.
         let recovery = recover(image).await.context(context)?;
         say(format!("Replayed the journal: {} records", recovery.records));
-        return check_tables(&Header::read(&**image).await?, image, repair, say).await;
+        return check_tables(&Header::read(&**image).await?, image, (repair, repair == Repair::All), say)
+            .await;
     }
-    check_tables(header, image, repair, say).await
+    check_tables(header, image, (repair, repair == Repair::All), say).await
 }
 
-/// As above, without a look at the journal.
+/// As above, without a look at the journal, and perhaps without discarding any snapshots.
 async fn check_tables(
     header: &Header,
     image: &SharedStorage,
-    repair: Repair,
+    (repair, mends_snapshots): (Repair, bool),
     say: &mut dyn FnMut(String),
 ) -> Result<CheckReport> {
     if repair != Repair::Nothing {
         settle(&**image).await?; // a table that is right only in a cache would not be repaired
     }
-    let first = Walk::run(header, &**image, say).await?;
+    let first = Walk::run(header, &**image, mends_snapshots, say).await?;
     let is_sound = first.report.is_clean() && !header.is_dirty() && !header.is_corrupt();
     if repair == Repair::Nothing || (is_sound && !header.has_unknown_autoclear()) {
         return Ok(first.report);
@@ -120,13 +124,13 @@ async fn check_tables(
     let mut fix = Fix { header: &mut header, image: &**image, walk: first, repair, say, is_whole: true };
     fix.run().await?;
     let mut silent = |_: String| {};
-    let mut walked = Walk::run(&header, &**image, &mut silent).await?;
+    let mut walked = Walk::run(&header, &**image, mends_snapshots, &mut silent).await?;
     let is_mere_table = walked.report.corruptions == walked.incomplete && walked.report.check_errors == 0;
     if repair == Repair::All && walked.incomplete > 0 && is_mere_table {
         say("Repairing the snapshot table".to_owned());
         complete(header, image).await?;
         header = Header::read(&**image).await?;
-        walked = Walk::run(&header, &**image, &mut silent).await?;
+        walked = Walk::run(&header, &**image, mends_snapshots, &mut silent).await?;
     }
     let mut after = walked.report;
     after.corruptions_fixed = before.corruptions.saturating_sub(after.corruptions);
@@ -155,13 +159,14 @@ pub(crate) async fn repair_dirty(header: &Header, image: &SharedStorage) -> Resu
     if repair::mend_counts(header, image).await? {
         return Ok(());
     }
-    let report = check_tables(header, image, Repair::All, &mut |_| {}).await?;
+    let report = check_tables(header, image, (Repair::All, false), &mut |_| {}).await?;
     if report.check_errors == 0 && report.corruptions == 0 {
         return Ok(());
     }
     let mut first = None;
     let again = Header::read(&**image).await?;
-    check_tables(&again, image, Repair::Nothing, &mut |line| first = first.take().or(Some(line))).await?;
+    let mut say = |line| first = first.take().or(Some(line));
+    check_tables(&again, image, (Repair::Nothing, false), &mut say).await?;
     Err(Error::corrupt(format!(
         "{} corruptions and {} unreadable parts cannot be repaired (first: {}): see `vellum check`",
         report.corruptions,
@@ -197,6 +202,8 @@ struct Walk<'a> {
     header: &'a Header,
     image: &'a dyn Storage,
     entries: Entries,
+    /// A table of snapshots that is over the limits is seen as a repair will leave it.
+    mends_snapshots: bool,
     say: &'a mut dyn FnMut(String),
     result: Walked,
 }
@@ -231,7 +238,7 @@ struct Walked {
     flags_suspect: bool,
     /// Corruptions that are only wrong flags.
     wrong_flags: u64,
-    /// Corruptions that are only entries of the snapshot table without what version 3 requires.
+    /// Corruptions that are only entries of the snapshot table without what version 3 requires, or over the limits.
     incomplete: u64,
     /// Table entries to repair, with their new values: without reserved bits, and without an impossible place
     /// where nothing is lost.
@@ -258,8 +265,13 @@ impl Walked {
 }
 
 impl<'a> Walk<'a> {
-    async fn run(header: &Header, image: &dyn Storage, say: &mut dyn FnMut(String)) -> Result<Walked> {
-        let mut walk = Walk::counting(header, image, say).await?;
+    async fn run(
+        header: &Header,
+        image: &dyn Storage,
+        mends_snapshots: bool,
+        say: &mut dyn FnMut(String),
+    ) -> Result<Walked> {
+        let mut walk = Walk::counting(header, image, mends_snapshots, say).await?;
         let suspect = walk.result.flags_suspect || !walk.result.stored.is_empty();
         if suspect || walk.result.report.corruptions > 0 {
             walk.check_flags().await?;
@@ -271,6 +283,7 @@ impl<'a> Walk<'a> {
     async fn counting(
         header: &'a Header,
         image: &'a dyn Storage,
+        mends_snapshots: bool,
         say: &'a mut dyn FnMut(String),
     ) -> Result<Self> {
         let result = Walked {
@@ -295,7 +308,7 @@ impl<'a> Walk<'a> {
             incomplete: 0,
             mended: Vec::new(),
         };
-        let mut walk = Walk { header, image, entries: Entries::of(header), say, result };
+        let mut walk = Walk { header, image, entries: Entries::of(header), mends_snapshots, say, result };
         walk.count_table(ImageOffset::ZERO.span(header.cluster_size().bytes()), Kind::Header, 1);
         walk.walk_active().await?;
         walk.walk_snapshots().await?;

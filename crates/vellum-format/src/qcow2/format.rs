@@ -71,7 +71,10 @@ impl Format for Qcow2Format {
         say: &'a mut dyn FnMut(String),
     ) -> LocalFuture<'a, Result<Option<CheckReport>>> {
         Box::pin(async move {
-            let header = Header::read(&**image).await?;
+            let header = match repair {
+                Repair::All => Header::read_to_mend(&**image).await?,
+                _ => Header::read(&**image).await?,
+            };
             if repair != Repair::Nothing {
                 may_change(image.name(), header.handover())?;
                 may_use(image.name(), header.session(), None)?;

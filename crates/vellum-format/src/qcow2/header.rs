@@ -75,6 +75,8 @@ pub struct Header {
     pub(crate) refcount_order: u32,
     pub(crate) snapshot_count: u32,
     pub(crate) snapshots_offset: ImageOffset,
+    /// Snapshots beyond the most that there may be: they are not counted, in a header that is read to be mended.
+    pub(crate) overhanging_snapshots: u32,
     pub(crate) incompatible: u64,
     pub(crate) compatible: u64,
     pub(crate) autoclear: u64,
@@ -100,20 +102,33 @@ impl Header {
     /// Reads and checks the header of an image. On a writable storage, what the first page reads as is on the
     /// medium, or will be after the next successful flush.
     pub async fn read(storage: &dyn Storage) -> Result<Self> {
+        Self::read_with(storage, false).await
+    }
+
+    /// As above, for a repair: a number of snapshots that is too large is cut.
+    pub(crate) async fn read_to_mend(storage: &dyn Storage) -> Result<Self> {
+        Self::read_with(storage, true).await
+    }
+
+    async fn read_with(storage: &dyn Storage, mends: bool) -> Result<Self> {
         reconcile(storage, ImageOffset::ZERO.span(METADATA_PAGE.bytes())).await?;
         let len = storage.len();
         // Cluster 0 holds everything in the header; the first bytes say how long it is.
         let first = storage.read(ImageOffset::ZERO, Buffer::for_overwrite(512)).await?;
         let bits = be32(first.slice(), field::CLUSTER_BITS).clamp(CLUSTER_BITS_MIN, CLUSTER_BITS_MAX);
         let cluster = storage.read(ImageOffset::ZERO, Buffer::for_overwrite(1 << bits)).await?;
-        let header =
-            Self::parse(cluster.slice(), len).context(|| format!("{} is not usable", storage.name()))?;
+        let header = Self::parse_with(cluster.slice(), len, mends)
+            .context(|| format!("{} is not usable", storage.name()))?;
         header.check_against_len(len).context(|| format!("{} is not usable", storage.name()))?;
         Ok(header)
     }
 
     /// Checks the bytes of cluster 0. `len` is the length of the file, for messages about missing bytes.
     pub fn parse(cluster: &[u8], len: u64) -> Result<Self> {
+        Self::parse_with(cluster, len, false)
+    }
+
+    fn parse_with(cluster: &[u8], len: u64, mends: bool) -> Result<Self> {
         let (version, cluster_size) = parse::version(cluster, len)?;
         let cluster = &cluster[..cluster.len().min(1 << cluster_size.shift())];
         let Features { header_len, incompatible, compatible, autoclear, refcount_order } =
@@ -137,6 +152,7 @@ impl Header {
             refcount_order,
             snapshot_count: be32(cluster, field::NB_SNAPSHOTS),
             snapshots_offset: ImageOffset::new(be64(cluster, field::SNAPSHOTS_OFFSET)),
+            overhanging_snapshots: 0,
             incompatible,
             compatible,
             autoclear,
@@ -170,7 +186,7 @@ impl Header {
             be32(cluster, field::REFCOUNT_TABLE_CLUSTERS),
         )?;
         header.check_l1()?;
-        header.check_snapshots()?;
+        header.check_snapshots(mends)?;
         header.bitmaps = header.check_bitmaps(extensions.bitmaps.as_ref().map(|(body, _)| &body[..]))?;
         Ok(header)
     }
@@ -255,9 +271,16 @@ impl Header {
         Ok(())
     }
 
-    fn check_snapshots(&self) -> Result<()> {
+    fn check_snapshots(&mut self, mends: bool) -> Result<()> {
         if self.snapshot_count > SNAPSHOTS_MAX {
-            return Err(Error::corrupt(format!("{} snapshots are too many", self.snapshot_count)));
+            if !mends {
+                return Err(Error::corrupt(format!(
+                    "{} snapshots are too many: `vellum check -r all` discards those behind the first {SNAPSHOTS_MAX}",
+                    self.snapshot_count
+                )));
+            }
+            self.overhanging_snapshots = self.snapshot_count - SNAPSHOTS_MAX;
+            self.snapshot_count = SNAPSHOTS_MAX;
         }
         if self.snapshot_count > 0 {
             // The table's length is known only after it is read; 40 bytes is the shortest entry.
@@ -571,6 +594,7 @@ impl Header {
     /// Changes the place of the snapshot table and the number of its entries, in memory.
     pub(crate) fn set_snapshots(&mut self, at: ImageOffset, count: usize) {
         self.snapshots_offset = at;
+        self.overhanging_snapshots = 0;
         self.snapshot_count = u32::try_from(count).expect("at most 65536");
         put64(&mut self.sector, field::SNAPSHOTS_OFFSET, at.bytes());
         put32(&mut self.sector, field::NB_SNAPSHOTS, self.snapshot_count);

@@ -1,37 +1,42 @@
 //! Holes in the file, in which tables may lie.
 
-use vellum_core::{ImageSpan, Storage};
+use vellum_core::{ImageOffset, ImageSpan, Storage, StorageRun};
 
-/// The largest known hole around the last table that was looked at. Tables in it are all zeros, and there may
-/// be millions.
-#[derive(Default)]
-pub(super) struct Hole(std::ops::Range<u64>);
+/// The runs of data and holes around the last table that was looked at. Tables in a hole are all zeros, and there may be
+/// millions; those in data are not asked for one by one either.
+pub(super) struct Hole {
+    /// Where all runs are known.
+    known: ImageSpan,
+    runs: Vec<StorageRun>,
+}
+
+impl Default for Hole {
+    fn default() -> Self {
+        Self { known: ImageOffset::ZERO.span(0), runs: Vec::new() }
+    }
+}
 
 /// A table smaller than this costs no more to read than to query the block status.
 const WORTH_ASKING: u64 = 64 << 10;
-/// When a table is in a hole, the hole is looked for up to this far behind it.
-const HOLE_BYTES: u64 = 1 << 30;
+/// Runs are asked for up to this far behind a table.
+const ASKED_BYTES: u64 = 4 << 30;
 
 impl Hole {
     /// Whether all of this table lies in a hole of the file.
     pub(super) async fn covers(&mut self, image: &dyn Storage, table: ImageSpan) -> bool {
-        let (start, end) = (table.start().bytes(), table.end().bytes());
-        if table.len() < WORTH_ASKING || end > image.len() {
+        if table.len() < WORTH_ASKING || table.end().bytes() > image.len() {
             return false;
         }
-        if !(self.0.start <= start && end <= self.0.end) {
-            // Most tables are data, and that shows without looking at what follows.
-            let hole = async |span: ImageSpan| match image.runs(span).await.ok()?.first() {
-                Some(first) if !first.is_data => Some(first.span),
-                _ => None,
-            };
-            let Some(first) = hole(table).await else { return false };
-            let more = match first.end() == table.end() {
-                true => hole(table.end().span(HOLE_BYTES.min(image.len() - end))).await,
-                false => None,
-            };
-            self.0 = start..more.unwrap_or(first).end().bytes();
+        if table.start() < self.known.start() || table.end() > self.known.end() {
+            let asked =
+                table.start().span(ASKED_BYTES.max(table.len()).min(image.len() - table.start().bytes()));
+            let Ok(runs) = image.runs(asked).await else { return false };
+            let end = runs.last().map_or(asked.start(), |last| last.span.end());
+            (self.known, self.runs) = (ImageSpan::between(asked.start(), end), runs);
         }
-        end <= self.0.end
+        let index = self.runs.partition_point(|run| run.span.end() <= table.start());
+        self.runs.get(index).is_some_and(|run| {
+            !run.is_data && run.span.start() <= table.start() && table.end() <= run.span.end()
+        })
     }
 }

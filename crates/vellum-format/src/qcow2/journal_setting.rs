@@ -330,6 +330,22 @@ pub(super) async fn remove_bitmaps_entry(header: &Header, image: &dyn Storage) -
     relay(header, image, &old.parts.with_bitmaps(None, Names::All, header)).await.map(drop)
 }
 
+/// Lays the header of an image of version 3 out as one of version 2. Nothing else in the image needs version 3. Returns whether
+/// there was room.
+///
+/// # Errors
+/// Those of the storage.
+pub(super) async fn make_version_2(header: &Header, image: &dyn Storage) -> Result<bool> {
+    let old = Layout::read(header, image).await?;
+    let mut parts = old.parts.clone();
+    parts.fields.truncate(V2_HEADER_LEN);
+    put32(&mut parts.fields, field::VERSION, 2);
+    // Bits and their names have no place there, nor has what only bits make valid.
+    let gone = [extension::FEATURE_NAMES, extension::BITMAPS, extension::SESSION, extension::JOURNAL];
+    parts.extensions.retain(|(kind, _)| !gone.contains(kind));
+    relay(header, image, &parts).await
+}
+
 /// Why the header stays as it is, where it has no room.
 pub(super) fn no_room() -> Error {
     Error::new(
@@ -391,7 +407,7 @@ impl Layout {
         Ok(Self::parse(bytes))
     }
 
-    /// For bytes that have been checked as a header of version 3.
+    /// For bytes that have been checked as a header.
     fn parse(bytes: Vec<u8>) -> Self {
         let fields_len = if be32(&bytes, field::VERSION) == 2 {
             V2_HEADER_LEN

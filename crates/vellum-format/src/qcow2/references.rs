@@ -2,7 +2,8 @@
 //!
 //! Counts are kept in chunks that exist only when something is in them. Entries of a sparse image may name
 //! clusters that are far apart, so a chunk with few named clusters is a list of these. So the memory for
-//! counts is in proportion to the entries, not to where they point.
+//! counts is in proportion to the entries, not to where they point. Only the chunks of the first [`NEAR`] have
+//! their places in a table, of four bytes each, because most images have no others; those behind are hashed.
 
 use std::ops::Range;
 
@@ -14,12 +15,20 @@ use crate::hash::HashMap;
 /// References per cluster, for clusters inside the file.
 #[derive(Default)]
 pub(super) struct References {
-    chunks: HashMap<u64, Chunk>,
+    /// The chunks that exist, with their numbers, in no order.
+    chunks: Vec<(u64, Chunk)>,
+    /// Where among them those of the first numbers are, plus one; zero for one that does not exist.
+    near: Vec<u32>,
+    /// Where the others are.
+    far: HashMap<u64, usize>,
     /// Counts that do not fit in 16 bits.
     large: HashMap<u64, u64>,
 }
 
-const CHUNK: usize = 1024;
+pub(super) const CHUNK: usize = 1024;
+
+/// Chunks that are found without a hash: those of 64 TiB in clusters of 64 KiB.
+const NEAR: u64 = 1 << 20;
 
 /// The counts of adjacent clusters.
 enum Chunk {
@@ -66,6 +75,24 @@ impl Chunk {
         }
     }
 
+    /// Adds to all of these counts. Returns whether any is higher than one then; nothing, with nothing changed, where one would
+    /// be too high.
+    fn add_all(&mut self, range: Range<usize>, times: u16) -> Option<bool> {
+        if let Self::Few(few) = self {
+            let mut all = Box::new([0; CHUNK]);
+            few.iter().for_each(|(there, count)| all[usize::from(*there)] = *count);
+            *self = Self::All(all);
+        }
+        let Self::All(all) = self else { unreachable!("it was made one") };
+        let counts = &mut all[range];
+        let highest = counts.iter().fold(0, |highest, count| highest.max(*count));
+        if highest >= u16::MAX - times {
+            return None;
+        }
+        counts.iter_mut().for_each(|count| *count += times);
+        Some(highest + times > 1)
+    }
+
     /// Whether all of these counts are zero: whole groups.
     fn has_none(&self, range: Range<usize>) -> bool {
         match self {
@@ -107,13 +134,92 @@ impl References {
         self.get(cluster)
     }
 
+    /// Adds to the counts of adjacent clusters. Returns whether any is higher than one then.
+    pub(super) fn add_run(&mut self, first: u64, len: u64, times: u64) -> bool {
+        let (mut at, end, mut is_shared) = (first, first + len, false);
+        while at < end {
+            let stop = end.min((at / CHUNK as u64 + 1) * CHUNK as u64);
+            let range = within(at)..within(stop - 1) + 1;
+            is_shared |= match u16::try_from(times) {
+                Ok(times) if range.len() > FEW || self.has_all(at / CHUNK as u64) => {
+                    match self.chunk_mut(at / CHUNK as u64).add_all(range, times) {
+                        Some(is_shared) => is_shared,
+                        None => self.add_each(at..stop, u64::from(times)),
+                    }
+                }
+                _ => self.add_each(at..stop, times),
+            };
+            at = stop;
+        }
+        is_shared
+    }
+
+    fn add_each(&mut self, clusters: Range<u64>, times: u64) -> bool {
+        clusters.fold(false, |is_shared, cluster| self.add(cluster, times) > 1 || is_shared)
+    }
+
+    fn has_all(&self, number: u64) -> bool {
+        matches!(self.chunk(number), Some(Chunk::All(_)))
+    }
+
+    fn index(&self, number: u64) -> Option<usize> {
+        if number >= NEAR {
+            return self.far.get(&number).copied();
+        }
+        let place = self.near.get(usize::try_from(number).expect("a small number")).copied().unwrap_or(0);
+        (place as usize).checked_sub(1)
+    }
+
+    fn chunk(&self, number: u64) -> Option<&Chunk> {
+        self.index(number).map(|index| &self.chunks[index].1)
+    }
+
+    fn chunk_mut(&mut self, number: u64) -> &mut Chunk {
+        let index = self.index(number).unwrap_or_else(|| {
+            let index = self.chunks.len();
+            self.chunks.push((number, Chunk::Few(SmallVec::new())));
+            if number >= NEAR {
+                self.far.insert(number, index);
+            } else {
+                let number = usize::try_from(number).expect("a small number");
+                if self.near.len() <= number {
+                    self.near.resize(number + 1, 0);
+                }
+                self.near[number] = u32::try_from(index + 1).expect("at most 2^20");
+            }
+            index
+        });
+        &mut self.chunks[index].1
+    }
+
     fn slot(&mut self, cluster: u64) -> &mut u16 {
-        let chunk = self.chunks.entry(cluster / CHUNK as u64).or_insert_with(|| Chunk::Few(SmallVec::new()));
-        chunk.slot(within(cluster))
+        self.chunk_mut(cluster / CHUNK as u64).slot(within(cluster))
+    }
+
+    /// Whether the counts of these clusters, all in one chunk, are these refcounts of 16 bits; `None` where it takes longer to
+    /// see.
+    pub(super) fn are(&self, first: u64, refcounts: &[u8]) -> Option<bool> {
+        if !self.large.is_empty() {
+            return None;
+        }
+        match self.chunk(first / CHUNK as u64) {
+            None => Some(is_zero(refcounts)),
+            Some(Chunk::Few(_)) => None,
+            Some(Chunk::All(all)) => {
+                let (stored, rest) = refcounts.as_chunks::<2>();
+                debug_assert!(rest.is_empty());
+                let counts = &all[within(first)..][..stored.len()];
+                let differs = counts
+                    .iter()
+                    .zip(stored)
+                    .fold(0, |differs, (count, stored)| differs | (count ^ u16::from_be_bytes(*stored)));
+                Some(differs == 0)
+            }
+        }
     }
 
     pub(super) fn get(&self, cluster: u64) -> u64 {
-        let small = self.chunks.get(&(cluster / CHUNK as u64)).map_or(0, |chunk| chunk.get(within(cluster)));
+        let small = self.chunk(cluster / CHUNK as u64).map_or(0, |chunk| chunk.get(within(cluster)));
         match small {
             u16::MAX => u64::from(small).saturating_add(self.large.get(&cluster).copied().unwrap_or(0)),
             small => u64::from(small),
@@ -122,7 +228,7 @@ impl References {
 
     /// Whether none of these clusters has a count: `len` of them, whole groups within one chunk.
     pub(super) fn has_none(&self, first: u64, len: u64) -> bool {
-        let Some(chunk) = self.chunks.get(&(first / CHUNK as u64)) else { return true };
+        let Some(chunk) = self.chunk(first / CHUNK as u64) else { return true };
         chunk.has_none(within(first)..within(first + len - 1) + 1)
     }
 
@@ -133,7 +239,14 @@ impl References {
 
     /// All clusters with a count, in chunks, in no order.
     pub(super) fn each(&self) -> impl Iterator<Item = u64> {
-        self.chunks.iter().flat_map(|(chunk, counts)| {
+        self.each_where(|_| true)
+    }
+
+    /// As above, in those of the chunks for whose clusters this is true.
+    pub(super) fn each_where(&self, wanted: impl Fn(Range<u64>) -> bool) -> impl Iterator<Item = u64> {
+        let span = |chunk: u64| chunk * CHUNK as u64..(chunk + 1) * CHUNK as u64;
+        let chosen = self.chunks.iter().filter(move |(chunk, _)| wanted(span(*chunk)));
+        chosen.flat_map(|(chunk, counts)| {
             let first = chunk * CHUNK as u64;
             counts.named().map(move |at| first + at as u64)
         })
@@ -230,7 +343,9 @@ mod tests {
                 Chunk::Few(_) => 0,
                 Chunk::All(_) => size_of::<[u16; CHUNK]>(),
             };
-            self.chunks.capacity() * size_of::<(u64, Chunk)>() + self.chunks.values().map(heap).sum::<usize>()
+            let places = self.near.capacity() * 4 + self.far.capacity() * size_of::<(u64, usize)>();
+            let heap: usize = self.chunks.iter().map(|(_, chunk)| heap(chunk)).sum();
+            self.chunks.capacity() * size_of::<(u64, Chunk)>() + places + heap
         }
     }
 
@@ -261,7 +376,8 @@ mod tests {
             assert_eq!(references.add(cluster, times), *count);
         }
         let is_few = |chunk: &Chunk| matches!(chunk, Chunk::Few(_));
-        assert!(references.chunks.values().any(is_few) && !references.chunks.values().all(is_few));
+        let mut chunks = references.chunks.iter().map(|(_, chunk)| chunk);
+        assert!(chunks.clone().any(is_few) && !chunks.all(is_few));
         for cluster in 0..20 * CHUNK as u64 {
             assert_eq!(references.get(cluster), model.get(&cluster).copied().unwrap_or(0));
         }
@@ -273,5 +389,54 @@ mod tests {
         each.sort_unstable();
         assert!(each.iter().eq(model.keys()));
         assert_eq!(references.last(), model.keys().last().copied());
+    }
+
+    /// Runs count as the clusters in them, near and far, and what is compared as a whole is what it is one by one.
+    #[test]
+    fn runs_are_counted_and_compared() {
+        let mut state = 7_u64;
+        let mut next = |below: u64| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 33) % below
+        };
+        for base in [0, (NEAR - 2) * CHUNK as u64, u64::MAX / 4096 * 2048] {
+            let (mut references, mut model) = (References::default(), BTreeMap::new());
+            for _ in 0..600 {
+                let (first, len) = (base + next(4 * CHUNK as u64), next(2000));
+                let times = [1, 1, 1, 2, 40_000, 70_000][usize::try_from(next(6)).unwrap()];
+                // Most counts stay small.
+                let times = if next(20) == 0 { times } else { times.min(2) };
+                let mut is_shared = false;
+                for cluster in first..first + len {
+                    let count = model.entry(cluster).or_insert(0_u64);
+                    *count += times;
+                    is_shared |= *count > 1;
+                }
+                assert_eq!(references.add_run(first, len, times), is_shared);
+            }
+            for cluster in base..base + 7 * CHUNK as u64 {
+                assert_eq!(references.get(cluster), model.get(&cluster).copied().unwrap_or(0), "{cluster}");
+            }
+        }
+        let mut references = References::default();
+        references.add_run(0, 3000, 1);
+        references.add(5000, 1);
+        let counts = |range: Range<u64>| -> Vec<u8> {
+            range.flat_map(|n| u16::from(n < 3000 || n == 5000).to_be_bytes()).collect()
+        };
+        for (range, expected) in [
+            (0..1024, Some(true)),
+            (1024..2048, Some(true)),
+            (2048..3072, Some(true)),
+            (3072..4096, Some(true)),
+            (4096..5120, None),
+        ] {
+            assert_eq!(references.are(range.start, &counts(range.clone())), expected, "{range:?}");
+            let mut other = counts(range.clone());
+            other[77] ^= 1;
+            assert_eq!(references.are(range.start, &other), expected.map(|_| false), "{range:?}");
+        }
+        references.add(0, 70_000);
+        assert_eq!(references.are(1024, &counts(1024..2048)), None);
     }
 }

@@ -9,21 +9,29 @@
 //!
 //! 1. The first sector of the header says how large the disk is. It is written once, when all that the new size needs is
 //!    durable: a crash leaves the old size or the new one, with right refcounts and without a leak.
-//! 2. What the last cluster held behind the old end is zero by then. What a longer disk below has there is never seen: zeros
-//!    are in its place, up to its end.
+//! 2. What the last cluster held behind the old end is zero by then: where it lies, if nothing else names it, or in a copy, with
+//!    tables beside the old ones. What a longer disk below has there is never seen: zeros are in its place, up to its end.
 //! 3. What becomes smaller loses nothing that a snapshot has: it is named less often.
 //! 4. What the L1 table names behind the end of the disk (a machine's state) is dropped when the disk grows.
 //! 5. Space that is reserved is there before the switch. Its clusters are zeros with a place.
 //! 6. A smaller disk keeps the entries of its L1 table as room, so that it grows again in the first way.
+//! 7. The new tables of a smaller disk lie behind the old data at first, where the image was full. A second switch moves them
+//!    down, so that the file ends with what is in use. It may fail: the disk is smaller by then.
 //!
 //! Bitmaps get the new size in the same step: what is added is not marked in them.
 //!
 //! Left out: data in another file.
 
-use vellum_core::{Buffer, Context, Disk, Error, GuestOffset, Place, Result, SharedStorage, Storage, Zeroes};
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use vellum_core::{
+    Buffer, Context, Disk, Error, GuestOffset, ImageOffset, Place, Result, SharedStorage, Storage, Zeroes,
+};
 
 use super::Qcow2;
 use super::bitmaps;
+use super::entry::{ClusterState, Entries, Units};
 use super::header::Header;
 use super::journal_setting::make_room_for_bitmaps;
 use super::layout::*;
@@ -31,6 +39,7 @@ use super::open::OpenOptions;
 use super::shadow::{Edit, Flags, Shadow};
 use super::snapshots::{checked, owned, put_l1};
 use super::tree::{count_table, each_table, read_l1, read_table, table_of, tables_of};
+use crate::hash::HashMap;
 use crate::image::{Files, Growth, Reserve};
 
 /// Enlarges the disk of a closed image. Returns the size before, in bytes.
@@ -111,7 +120,8 @@ async fn grow_inner(shared: &SharedStorage, size: u64, growth: &Growth) -> Resul
     }
     let span = header.l1_span();
     let room = header.cluster_size().round_up(span.len()).min(L1_BYTES_MAX) / 8;
-    let shows_more = growth.below > before && size > before;
+    let copies_end = clear_behind_end(shared, &header, size).await?;
+    let shows_more = copies_end || growth.below > before && size > before;
     let reserves = growth.reserve != Reserve::Nothing && size > before;
     let has_bitmaps = header.bitmaps().is_some() && size > before;
     if needed > room || shows_more || reserves || has_bitmaps || names_behind(image, &header).await? {
@@ -123,9 +133,8 @@ async fn grow_inner(shared: &SharedStorage, size: u64, growth: &Growth) -> Resul
         image.flush().await?;
         header.set_l1_entries(u32::try_from(needed).expect("at most 4 Mi"));
     }
-    clear_behind_end(shared, &header, size).await?;
     header.set_size(size);
-    image.write(vellum_core::ImageOffset::ZERO, header.first_sector()).await?;
+    image.write(ImageOffset::ZERO, header.first_sector()).await?;
     image.flush().await?; // commit point
     Ok(before)
 }
@@ -150,11 +159,12 @@ async fn shrink_inner(image: &SharedStorage, size: u64) -> Result<u64> {
     if size >= before {
         return Err(Error::invalid(format!("the disk has {before} bytes, and {size} is not smaller")));
     }
-    beside(image, size, &Growth::default()).await?;
+    let (_, placed) = switch_beside(image, size, &Growth::default()).await?;
+    // What follows may fail: the disk is smaller.
+    let _ = lower(image, &placed).await;
     // The bytes behind the end are not the disk's any more. A disk that grows looks again.
     if let Ok(header) = Header::read(&**image).await
         && header.encryption().is_none()
-        && header.snapshot_count == 0
     {
         let _ = clear_behind_end(image, &header, header.cluster_size().round_up(size)).await;
     }
@@ -163,6 +173,11 @@ async fn shrink_inner(image: &SharedStorage, size: u64) -> Result<u64> {
 
 /// The disk gets another size with tables beside the old ones.
 async fn beside(image: &SharedStorage, size: u64, growth: &Growth) -> Result<u64> {
+    Ok(switch_beside(image, size, growth).await?.0)
+}
+
+/// As above. Returns the size before, and the clusters of what was written.
+async fn switch_beside(image: &SharedStorage, size: u64, growth: &Growth) -> Result<(u64, BTreeSet<u64>)> {
     let mut header = checked(image).await?;
     if header.bitmaps().is_some() {
         header = make_room_for_bitmaps(&header, &**image).await?;
@@ -183,12 +198,13 @@ async fn beside(image: &SharedStorage, size: u64, growth: &Growth) -> Result<u64
             "space for {most} at most is reserved at once: grow the disk in steps, or omit --preallocation"
         )));
     }
-    if size > before {
-        clear_behind_end(image, &header, size).await?;
-    }
+    let copies_end = size > before && clear_behind_end(image, &header, size).await?;
     let (reach, cluster, old) = (header.l2_reach(), header.cluster_size(), header.l1_span());
     let l1 = read_l1(image, old).await?;
     let mut shadow = Shadow::new(header.clone(), image).await?;
+    if size < before {
+        shadow.drop_idle_blocks();
+    }
     // What is behind the end, before or after, is named less often.
     let end = before.min(size);
     let used = usize::try_from(end.div_ceil(reach)).expect("at most 4 Mi").min(l1.len());
@@ -200,14 +216,19 @@ async fn beside(image: &SharedStorage, size: u64, growth: &Growth) -> Result<u64
     named.iter().for_each(|(table, times)| shadow.unshare(*table, *times));
     // The table in which that end lies.
     let mut kept = kept.to_vec();
-    let mut cut = None;
+    let (mut cut, mut last) = (None, None);
     if let Some(table) = kept.last().and_then(|entry| table_of(*entry)).filter(|_| end % reach > 0) {
         let keeps = usize::try_from(cluster.count_for(end % reach)).expect("a table is short");
         let entry_len = usize::try_from(header.l2_entry_len()).expect("at most 16");
         let mut rest = read_table(&header, image, table).await?.to_vec();
-        rest[..keeps * entry_len].fill(0);
+        if copies_end {
+            last = Some(copy_end(&mut shadow, image, before).await?);
+        }
+        // The cluster that is copied is named once less.
+        let goes = if copies_end { keeps - 1 } else { keeps };
+        rest[..goes * entry_len].fill(0);
         count_table(&header, &rest, 1, &mut shadow.minus)?;
-        let is_edited = !zeros.is_empty() || !reserved.is_empty();
+        let is_edited = copies_end || !zeros.is_empty() || !reserved.is_empty();
         if is_edited || rest.iter().any(|byte| *byte != 0) {
             cut = Some((table, keeps));
             shadow.unshare(table, 1);
@@ -234,7 +255,8 @@ async fn beside(image: &SharedStorage, size: u64, growth: &Growth) -> Result<u64
         }
         let places =
             shadow.reserve(cluster.round_up(reserved.start)..cluster.round_up(reserved.end), reserve).await?;
-        let edit = Edit { keeps, zeros, places };
+        let last = last.take().filter(|_| from.is_some());
+        let edit = Edit { keeps, zeros, places, last, ..Edit::NONE };
         *entry = shadow.edit_table(from, Flags::ByCount, edit).await?.bytes() | COPIED;
     }
     shadow.drop_table(old);
@@ -242,47 +264,118 @@ async fn beside(image: &SharedStorage, size: u64, growth: &Growth) -> Result<u64
     shadow.header.set_size(size);
     bitmaps::resize(&mut shadow, image, &header, size).await?;
     shadow.header.void_session();
-    shadow.switch().await?;
-    Ok(before)
+    Ok((before, shadow.switch_and_tell().await?))
+}
+
+/// Moves tables in these clusters to free clusters in front of them, if there are any, and cuts off what is free behind.
+async fn lower(image: &SharedStorage, placed: &BTreeSet<u64>) -> Result<()> {
+    let header = Header::read(&**image).await?;
+    let cluster = header.cluster_size();
+    let mut shadow = Shadow::new(header.clone(), image).await?;
+    shadow.drop_idle_blocks();
+    if image.limits().fixed_len {
+        return Ok(());
+    }
+    let Some(free) = shadow.first_free().await? else { return Ok(()) };
+    let is_high = |at: ImageOffset| {
+        let number = cluster.cluster_of(at).index();
+        number > free && placed.contains(&number)
+    };
+    let old = header.l1_span();
+    if !shadow.move_blocks(is_high) && !is_high(old.start()) {
+        return Ok(());
+    }
+    let l1 = read_l1(image, old).await?;
+    let mut moved = HashMap::default();
+    for (table, times) in tables_of(&l1).into_iter().filter(|(table, times)| *times == 1 && is_high(*table)) {
+        if shadow.count_after(table).await? == 1 {
+            shadow.unshare(table, times);
+            moved.insert(table, shadow.copy_table(table, Flags::ByCount).await?);
+        }
+    }
+    let entry = |entry: &u64| {
+        let copy = table_of(*entry).and_then(|table| moved.get(&table));
+        copy.map_or(*entry, |copy| copy.bytes() | COPIED)
+    };
+    let new: Vec<u64> = l1.iter().map(entry).collect();
+    if is_high(old.start()) || new != l1 {
+        shadow.drop_table(old);
+        put_l1(&mut shadow, &new).await?;
+    }
+    shadow.switch().await
+}
+
+/// Copies the cluster in which the disk ends, with zeros behind the end. Returns what its entry is to say.
+async fn copy_end(shadow: &mut Shadow<'_>, image: &SharedStorage, end: u64) -> Result<Units> {
+    let (header, cluster) = (shadow.header.clone(), shadow.header.cluster_size());
+    let (start, len) = (cluster.round_down(end), usize::try_from(cluster.bytes()).expect("at most 2 MiB"));
+    let state = last_state(image, &header).await?;
+    let (mut bytes, alloc, zero) = match state {
+        Some(ClusterState::Plain(Units { host: Some(host), alloc, zero, .. })) => {
+            let context = || format!("can't read the cluster at {host}");
+            (image.read(host, Buffer::for_overwrite(len)).await.context(context)?.to_vec(), alloc, zero)
+        }
+        Some(ClusterState::Compressed(_)) => {
+            let disk = as_larger(image, &header, start + cluster.bytes()).await?;
+            let bytes = disk.read(GuestOffset::new(start), Buffer::for_overwrite(len)).await?;
+            (bytes.to_vec(), Entries::of(&header).all(), 0)
+        }
+        _ => return Err(Error::corrupt("the last cluster of the disk has changed meanwhile")),
+    };
+    bytes[usize::try_from(end - start).expect("within a cluster")..].fill(0);
+    let place = shadow.place(cluster.bytes()).await?;
+    shadow.write(place, bytes);
+    Ok(Units { host: Some(place.start()), copied: true, alloc, zero })
+}
+
+/// What the entry of the cluster says in which the disk ends; nothing where it has no table.
+async fn last_state(image: &SharedStorage, header: &Header) -> Result<Option<ClusterState>> {
+    let (cluster, reach, kinds) = (header.cluster_size(), header.l2_reach(), Entries::of(header));
+    let Some(last) = header.size().checked_sub(1) else { return Ok(None) };
+    let slot = header.l1_offset + last / reach * 8;
+    let entry = be64(image.read(slot, Buffer::for_overwrite(8)).await?.slice(), 0);
+    let Some(table) = table_of(entry) else { return Ok(None) };
+    let bytes = read_table(header, image, table).await?;
+    let at = usize::try_from(last % reach >> cluster.shift()).expect("a table is short") * kinds.words() * 8;
+    let words = (be64(bytes.slice(), at), if kinds.words() == 2 { be64(bytes.slice(), at + 8) } else { 0 });
+    kinds.decode(words).map(Some)
+}
+
+/// The disk as it would read if it had this size, without what is below.
+async fn as_larger(image: &SharedStorage, header: &Header, size: u64) -> Result<Arc<Qcow2>> {
+    let mut larger = header.clone();
+    larger.set_size(size);
+    let files = Files { image: image.clone(), data_file: None, below: None };
+    Qcow2::open(larger, files, OpenOptions { read_only: true, ..OpenOptions::default() }).await
 }
 
 /// Makes zero what the last cluster holds behind the end of the disk, as far as a disk of this size would show it. Other
-/// programs, and older ones of ours, fill whole clusters from below when they write.
-async fn clear_behind_end(image: &SharedStorage, header: &Header, size: u64) -> Result<()> {
+/// programs, and older ones of ours, fill whole clusters from below when they write. Returns whether it is another's as well, or
+/// compressed, and has to be copied for that.
+async fn clear_behind_end(image: &SharedStorage, header: &Header, size: u64) -> Result<bool> {
     let before = header.size();
     let end = header.cluster_size().round_up(before).min(size);
     if end <= before {
-        return Ok(());
+        return Ok(false);
     }
     let behind = GuestOffset::new(before).span(end - before);
-    let mut larger = header.clone();
-    larger.set_size(end);
-    let files = Files { image: image.clone(), data_file: None, below: None };
-    let disk = Qcow2::open(larger, files, OpenOptions { read_only: true, ..OpenOptions::default() }).await?;
+    let disk = as_larger(image, header, end).await?;
     let len = usize::try_from(behind.len()).expect("less than a cluster");
     let bytes = disk.read(behind.start(), Buffer::for_overwrite(len)).await?;
     if bytes.is_zero() {
-        return Ok(());
+        return Ok(false);
     }
-    let refusal = || {
-        Error::unsupported(
-            "its last cluster holds bytes behind the end of the disk, and it is compressed or may belong to a \
-             snapshot: write to the last sector of the disk first",
-        )
-    };
-    if header.snapshot_count > 0 {
-        return Err(refusal());
+    match last_state(image, header).await? {
+        Some(ClusterState::Plain(units)) if units.copied => {}
+        _ => return Ok(true),
     }
     for extent in disk.map(behind).await? {
-        match extent.place {
-            Place::Data { at, .. } => {
-                image.write_zeroes(at.span(extent.span.len()), Zeroes::Allocated).await?
-            }
-            Place::Compressed => return Err(refusal()),
-            Place::Zero { .. } | Place::Below => {}
+        if let Place::Data { at, .. } = extent.place {
+            image.write_zeroes(at.span(extent.span.len()), Zeroes::Allocated).await?;
         }
     }
-    image.flush().await
+    image.flush().await?;
+    Ok(false)
 }
 
 /// The counts of this many clusters are held in memory, where space is reserved for them: 1 TiB in clusters of 64 KiB.

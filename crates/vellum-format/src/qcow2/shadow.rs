@@ -36,6 +36,7 @@ use super::header::Header;
 use super::layout::{COPIED, IMAGE_END, OFFSET_MASK, REFCOUNT_TABLE_BYTES_MAX, be64, put64};
 use super::refcount;
 use super::references::{GROUP, References, busy_groups};
+use super::table_edits::{drop_zeros, put_places, put_words, put_zeros};
 use super::tail::give_back_tail;
 use super::tree::{entries_in, read_table};
 use crate::hash::HashMap;
@@ -67,11 +68,16 @@ pub(super) struct Edit {
     pub(super) zeros: Range<u64>,
     /// Places for clusters that have none: which of the entries, and where the first one lies. They read as zero.
     pub(super) places: Option<(Range<u64>, ImageOffset)>,
+    /// Entries that say zero name nothing.
+    pub(super) drops_zeros: bool,
+    /// The last entry that is kept, as it will be, without its flag.
+    pub(super) last: Option<Units>,
 }
 
 impl Edit {
     /// None.
-    pub(super) const NONE: Self = Self { keeps: usize::MAX, zeros: 0..0, places: None };
+    pub(super) const NONE: Self =
+        Self { keeps: usize::MAX, zeros: 0..0, places: None, drops_zeros: false, last: None };
 }
 
 /// An L2 table that is copied, or made new.
@@ -106,6 +112,12 @@ pub(super) struct Shadow<'a> {
     kept: HashMap<usize, Vec<u8>>,
     /// The end of the last cluster that was taken.
     end: u64,
+    /// Blocks that count nothing afterwards are named no more.
+    drops_idle: bool,
+    /// Those blocks.
+    idle: BTreeSet<usize>,
+    /// Blocks that are written to new places though nothing that they count changes.
+    moved: BTreeSet<usize>,
 }
 
 /// Clusters that are free by the old refcounts, as far as these have been looked through.
@@ -162,6 +174,9 @@ impl<'a> Shadow<'a> {
             reserved: Vec::new(),
             kept: HashMap::default(),
             end: 0,
+            drops_idle: false,
+            idle: BTreeSet::new(),
+            moved: BTreeSet::new(),
         })
     }
 
@@ -394,8 +409,35 @@ impl<'a> Shadow<'a> {
         }
     }
 
+    /// Blocks of refcounts that are all zero afterwards are left out, with what they take.
+    pub(super) fn drop_idle_blocks(&mut self) {
+        self.drops_idle = true;
+    }
+
+    /// Lets blocks of refcounts in these places get new ones. Returns whether there are any.
+    pub(super) fn move_blocks(&mut self, is_chosen: impl Fn(ImageOffset) -> bool) -> bool {
+        let chosen =
+            self.table.iter().enumerate().filter(|(_, at)| **at != 0 && is_chosen(ImageOffset::new(**at)));
+        self.moved = chosen.map(|(index, _)| index).collect();
+        !self.moved.is_empty()
+    }
+
+    /// The first cluster that is free, if one is before the end of the file.
+    pub(super) async fn first_free(&mut self) -> Result<Option<u64>> {
+        while self.free.runs.is_empty() && !self.free.is_at_end {
+            self.look_on().await?;
+        }
+        let end = self.image.len() >> self.cluster.shift();
+        Ok(self.free.runs.front().map(|run| run.start).filter(|first| *first < end))
+    }
+
     /// Writes everything, and switches to it.
-    pub(super) async fn switch(mut self) -> Result<()> {
+    pub(super) async fn switch(self) -> Result<()> {
+        self.switch_and_tell().await.map(drop)
+    }
+
+    /// As above. Returns the clusters of all that was written.
+    pub(super) async fn switch_and_tell(mut self) -> Result<BTreeSet<u64>> {
         let before = self.image.len();
         let freed = match self.write_all().await {
             Ok(freed) => freed,
@@ -415,7 +457,7 @@ impl<'a> Shadow<'a> {
         // What follows may fail: the image is right without it.
         self.punch(freed).await;
         let _ = give_back_tail(&self.header, &**self.image, ImageOffset::ZERO.span(0)).await;
-        Ok(())
+        Ok(self.own.into_iter().chain(self.plus.each()).collect())
     }
 
     async fn write_all(&mut self) -> Result<Vec<Range<u64>>> {
@@ -432,7 +474,7 @@ impl<'a> Shadow<'a> {
         let mut bytes = vec![0; usize::try_from(table.len()).expect("at most 8 MiB")];
         // With another width nothing of the old structure stays.
         for (index, at) in self.table.iter().enumerate().filter(|_| !self.has_new_width()) {
-            put64(&mut bytes, index * 8, *at);
+            put64(&mut bytes, index * 8, if self.idle.contains(&index) { 0 } else { *at });
         }
         for (index, place) in &blocks {
             put64(&mut bytes, index * 8, self.at(*place).bytes());
@@ -481,6 +523,12 @@ impl<'a> Shadow<'a> {
         let kinds = Entries::of(&self.header);
         let kept = edit.keeps.saturating_mul(kinds.words() * 8).min(table.len());
         table[kept..].fill(0);
+        if let Some(units) = edit.last {
+            put_words(kinds, &mut table, edit.keeps - 1, kinds.encode(units));
+        }
+        if edit.drops_zeros {
+            drop_zeros(kinds, &mut table)?;
+        }
         put_zeros(kinds, self.cluster, &mut table, edit.zeros.clone())?;
         if let Some((places, at)) = &edit.places {
             put_places(kinds, self.cluster, &mut table, places.clone(), *at)?;
@@ -509,6 +557,11 @@ impl<'a> Shadow<'a> {
             self.plus.each().chain(self.minus.each()).map(|cluster| self.block_of(cluster)).collect();
         if self.has_new_width() {
             changed.extend(self.drop_blocks().await?);
+        } else {
+            changed.append(&mut self.moved);
+            if self.drops_idle {
+                self.drop_idle(&mut changed).await?;
+            }
         }
         let mut todo: Vec<usize> = changed.into_iter().collect();
         let mut blocks = BTreeMap::new();
@@ -523,6 +576,10 @@ impl<'a> Shadow<'a> {
                 blocks.insert(index, place);
                 todo.push(self.block_of(place));
                 let old = self.table.get(index).copied().filter(|at| *at != 0 && !self.has_new_width());
+                // It was to be left out, and counts something after all.
+                if self.idle.remove(&index) {
+                    continue;
+                }
                 if let Some(old) = old {
                     self.minus.add(self.number(ImageOffset::new(old)), 1);
                     todo.push(self.block_of(self.number(ImageOffset::new(old))));
@@ -549,6 +606,39 @@ impl<'a> Shadow<'a> {
                 }
             }
         }
+    }
+
+    /// Finds the blocks that count nothing afterwards, and counts them as not named any more.
+    async fn drop_idle(&mut self, changed: &mut BTreeSet<usize>) -> Result<()> {
+        let (per_block, order) = (self.per_block(), self.order);
+        let mut todo: Vec<usize> = (0..self.table.len()).filter(|index| self.table[*index] != 0).collect();
+        while let Some(index) = todo.pop() {
+            if self.idle.contains(&index) || self.table.get(index).is_none_or(|at| *at == 0) {
+                continue;
+            }
+            let own = self.number(ImageOffset::new(self.table[index]));
+            let bytes = self.block(index).await?;
+            let first = index as u64 * per_block;
+            let groups = busy_groups(first, &bytes, order, [&self.plus, &self.minus]);
+            let is_idle = groups.into_iter().flat_map(|group| group..group + GROUP as u64).all(|cluster| {
+                let more =
+                    refcount::read(&bytes, order, cluster - first).saturating_add(self.plus.get(cluster));
+                more <= self.minus.get(cluster).saturating_add(u64::from(cluster == own))
+            });
+            if is_idle {
+                self.idle.insert(index);
+                self.minus.add(own, 1);
+                changed.remove(&index);
+                let counting = self.block_of(own);
+                if counting != index {
+                    changed.insert(counting);
+                    todo.push(counting);
+                }
+            }
+            yield_now().await;
+        }
+        changed.retain(|index| !self.idle.contains(index));
+        Ok(())
     }
 
     /// Counts all old blocks as not named any more. Returns the new blocks that count what they count.
@@ -598,6 +688,29 @@ impl<'a> Shadow<'a> {
         Ok(bytes)
     }
 
+    /// The clusters that become free by what is planned, if nothing is placed.
+    pub(super) async fn freed(&self) -> Result<Vec<Range<u64>>> {
+        let (per_block, order) = (self.per_block(), self.order);
+        let mut changed: Vec<u64> = self.minus.each().collect();
+        changed.sort_unstable();
+        let mut freed: Vec<Range<u64>> = Vec::new();
+        for in_block in changed.chunk_by(|a, b| a / per_block == b / per_block) {
+            let block = in_block[0] / per_block;
+            let bytes = self.block(usize::try_from(block).unwrap_or(usize::MAX)).await?;
+            for cluster in in_block {
+                let old = refcount::read(&bytes, order, cluster - block * per_block);
+                if old > 0 && self.count_of(*cluster, old)? == 0 {
+                    match freed.last_mut() {
+                        Some(last) if last.end == *cluster => last.end += 1,
+                        _ => freed.push(*cluster..*cluster + 1),
+                    }
+                }
+            }
+            yield_now().await;
+        }
+        Ok(freed)
+    }
+
     /// Writes the blocks that change. Returns the clusters that become free.
     async fn write_blocks(&self, blocks: &BTreeMap<usize, u64>) -> Result<Vec<Range<u64>>> {
         let (order, per_block) = (self.header.refcount_order, self.per_new_block());
@@ -625,11 +738,21 @@ impl<'a> Shadow<'a> {
             self.image.write(self.at(*place), Buffer::copy_of(&bytes)).await.context(context)?;
             yield_now().await;
         }
+        // What the blocks counted that are left out.
+        for index in &self.idle {
+            let bytes = self.block(*index).await?;
+            let first = *index as u64 * per_block;
+            for cluster in
+                (first..first + per_block).filter(|at| refcount::read(&bytes, order, at - first) != 0)
+            {
+                freed.push(cluster..cluster + 1);
+            }
+        }
         Ok(freed)
     }
 
     /// Gives the space of clusters that are free now back to the host, where that is cheap.
-    async fn punch(&self, freed: Vec<Range<u64>>) {
+    pub(super) async fn punch(&self, freed: Vec<Range<u64>>) {
         if !self.image.limits().fast_zeroes {
             return;
         }
@@ -646,63 +769,4 @@ impl<'a> Shadow<'a> {
             }
         }
     }
-}
-
-/// The two words of an entry of a table.
-fn words_in(kinds: Entries, table: &[u8], index: usize) -> (u64, u64) {
-    let at = index * kinds.words() * 8;
-    (be64(table, at), if kinds.words() == 2 { be64(table, at + 8) } else { 0 })
-}
-
-fn put_words(kinds: Entries, table: &mut [u8], index: usize, (word, bitmap): (u64, u64)) {
-    let at = index * kinds.words() * 8;
-    put64(table, at, word);
-    if kinds.words() == 2 {
-        put64(table, at + 8, bitmap);
-    }
-}
-
-/// Makes what has nothing of its own in these bytes read as zero.
-fn put_zeros(kinds: Entries, cluster: BlockSize, table: &mut [u8], zeros: Range<u64>) -> Result<()> {
-    if zeros.is_empty() {
-        return Ok(());
-    }
-    for index in zeros.start >> cluster.shift()..cluster.count_for(zeros.end) {
-        let from = zeros.start.max(index << cluster.shift()) - (index << cluster.shift());
-        let index = usize::try_from(index).expect("a table is short");
-        let ClusterState::Plain(mut units) = kinds.decode(words_in(kinds, table, index))? else { continue };
-        let covered = kinds.covered(from, cluster.bytes());
-        let is_cut = kinds.touched(from, cluster.bytes()) & !covered;
-        if (units.alloc | units.zero) & is_cut != is_cut {
-            return Err(Error::unsupported(
-                "the disk ends within a cluster that is only in the backing image, which goes on: write to the last sector of \
-                 the disk first",
-            ));
-        }
-        units.zero |= covered & !units.alloc;
-        put_words(kinds, table, index, kinds.encode(units));
-    }
-    Ok(())
-}
-
-/// Gives clusters places, in which they read as zero.
-fn put_places(
-    kinds: Entries,
-    cluster: BlockSize,
-    table: &mut [u8],
-    entries: Range<u64>,
-    at: ImageOffset,
-) -> Result<()> {
-    for (number, index) in entries.enumerate() {
-        let index = usize::try_from(index).expect("a table is short");
-        match kinds.decode(words_in(kinds, table, index))? {
-            ClusterState::Plain(units) if units.host.is_none() => {
-                let host = Some(at + ((number as u64) << cluster.shift()));
-                let zeros = Units { host, copied: true, alloc: 0, zero: kinds.all() };
-                put_words(kinds, table, index, kinds.encode(zeros));
-            }
-            _ => return Err(Error::corrupt("the disk has a cluster behind its end: run `vellum check`")),
-        }
-    }
-    Ok(())
 }

@@ -90,45 +90,96 @@ impl Window<'_> {
     }
 }
 
+/// A table of which only a part can be used, without the rest.
+#[derive(Debug)]
+pub(crate) struct MendedTable {
+    pub(crate) table: SnapshotTable,
+    /// The entries, by their numbers, that had too much extra data: it was cut.
+    pub(crate) cut: Vec<u32>,
+    /// Entries behind those that are kept: the table was too long.
+    pub(crate) dropped: u32,
+}
+
+impl MendedTable {
+    /// What is wrong, in lines; nothing for a table that can be used as it is.
+    pub(crate) fn faults(&self) -> Vec<String> {
+        let cut =
+            self.cut.iter().map(|index| format!("too much extra metadata in snapshot table entry {index}"));
+        let dropped = (self.dropped > 0)
+            .then(|| format!("{} overhanging snapshots: the snapshot table is too big", self.dropped));
+        cut.chain(dropped).collect()
+    }
+}
+
+/// Reads as much of the snapshot table as a repair keeps.
+pub(crate) async fn read_table_to_mend(header: &Header, storage: &dyn Storage) -> Result<MendedTable> {
+    let (table, cut, kept) = read_entries(header, storage, true).await?;
+    Ok(MendedTable { table, cut, dropped: header.snapshot_count - kept + header.overhanging_snapshots })
+}
+
 /// Reads the snapshot table.
 pub(crate) async fn read_table(header: &Header, storage: &dyn Storage) -> Result<SnapshotTable> {
+    Ok(read_entries(header, storage, false).await?.0)
+}
+
+/// The table, the numbers of the entries that were cut, and how many were read. With `mends`, entries are cut, and the table
+/// ends before it is too long.
+async fn read_entries(
+    header: &Header,
+    storage: &dyn Storage,
+    mends: bool,
+) -> Result<(SnapshotTable, Vec<u32>, u32)> {
     let start = header.snapshots_offset;
     let mut snapshots = Vec::new();
+    let mut cut = Vec::new();
     let mut at = start;
     let mut window = Window { storage, at: start, bytes: Vec::new() };
     let mut l1_bytes = 0;
     for index in 0..header.snapshot_count {
         let context = || format!("{}: snapshot {index} cannot be read", storage.name());
-        let (snapshot, len) = read_entry(header, &mut window, at).await.context(context)?;
-        l1_bytes += snapshot.l1.len();
-        snapshots.push(snapshot);
-        at += len;
-        if at - start > SNAPSHOT_TABLE_BYTES_MAX {
+        let (snapshot, len, is_cut) = read_entry(header, &mut window, at, mends).await.context(context)?;
+        if at + len - start > SNAPSHOT_TABLE_BYTES_MAX {
+            if mends {
+                return Ok((SnapshotTable { snapshots, span: ImageSpan::between(start, at) }, cut, index));
+            }
             return Err(Error::corrupt("the snapshot table is larger than 64 MiB"));
         }
+        l1_bytes += snapshot.l1.len();
+        snapshots.push(snapshot);
+        if is_cut {
+            cut.push(index);
+        }
+        at += len;
         if l1_bytes > TABLES_BYTES_MAX {
             return Err(Error::corrupt("the L1 tables of its snapshots are larger than 256 MiB together"));
         }
     }
-    Ok(SnapshotTable { snapshots, span: ImageSpan::between(start, at) })
+    Ok((SnapshotTable { snapshots, span: ImageSpan::between(start, at) }, cut, header.snapshot_count))
 }
 
-async fn read_entry(header: &Header, window: &mut Window<'_>, at: ImageOffset) -> Result<(Snapshot, u64)> {
+/// An entry, the bytes that it takes in the table, and whether some of its extra data is left out.
+async fn read_entry(
+    header: &Header,
+    window: &mut Window<'_>,
+    at: ImageOffset,
+    mends: bool,
+) -> Result<(Snapshot, u64, bool)> {
     let storage = window.storage;
     let mut fixed = [0; FIXED_LEN];
     fixed.copy_from_slice(window.get(at, FIXED_LEN).await?);
     let (id_len, name_len) = (usize::from(be16(&fixed, 12)), usize::from(be16(&fixed, 14)));
-    let extra_len = be32(&fixed, 36);
-    if extra_len > SNAPSHOT_EXTRA_MAX {
-        return Err(Error::corrupt(format!("{extra_len} bytes of extra data are too many")));
+    let stored_len = be32(&fixed, 36);
+    let is_cut = stored_len > SNAPSHOT_EXTRA_MAX;
+    if is_cut && !mends {
+        return Err(Error::corrupt(format!("{stored_len} bytes of extra data are too many")));
     }
-    let extra_len = extra_len as usize;
-    let rest_len = extra_len + id_len + name_len;
-    let rest = window.get(at + FIXED_LEN as u64, rest_len).await?;
-    let entry = [&fixed[..], rest].concat();
-    let (extra, names) = rest.split_at(extra_len);
+    let extra_len = stored_len.min(SNAPSHOT_EXTRA_MAX) as usize;
+    put32(&mut fixed, 36, stored_len.min(SNAPSHOT_EXTRA_MAX));
+    let extra = window.get(at + FIXED_LEN as u64, extra_len).await?.to_vec();
+    let names = window.get(at + (FIXED_LEN as u64 + u64::from(stored_len)), id_len + name_len).await?;
+    let entry = [&fixed[..], &extra, names].concat();
     let (id, name) = names.split_at(id_len);
-    let extra_u64 = |index: usize| (extra.len() >= (index + 1) * 8).then(|| be64(extra, index * 8));
+    let extra_u64 = |index: usize| (extra.len() >= (index + 1) * 8).then(|| be64(&extra, index * 8));
     let l1_len = u64::from(be32(&fixed, 8)) * 8;
     if l1_len > L1_BYTES_MAX {
         return Err(Error::corrupt(format!("its L1 table of {l1_len} bytes is too large")));
@@ -153,7 +204,8 @@ async fn read_entry(header: &Header, window: &mut Window<'_>, at: ImageOffset) -
         is_incomplete: header.version() >= 3 && extra.len() < 16,
         entry,
     };
-    Ok((snapshot, (FIXED_LEN + rest_len).next_multiple_of(8) as u64))
+    let len = FIXED_LEN as u64 + u64::from(stored_len) + (id_len + name_len) as u64;
+    Ok((snapshot, len.next_multiple_of(8), is_cut))
 }
 
 impl Snapshot {

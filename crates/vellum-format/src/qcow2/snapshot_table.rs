@@ -4,7 +4,7 @@ use vellum_core::{ImageOffset, Result, SharedStorage};
 
 use super::header::Header;
 use super::shadow::Shadow;
-use super::snapshot::{Snapshot, SnapshotTable, read_table};
+use super::snapshot::{Snapshot, SnapshotTable, read_table, read_table_to_mend};
 
 /// The table of an image; an empty one, if it has no snapshots.
 pub(super) async fn table_in(header: &Header, image: &SharedStorage) -> Result<SnapshotTable> {
@@ -30,9 +30,10 @@ pub(super) async fn put_table(shadow: &mut Shadow<'_>, table: &mut SnapshotTable
     Ok(())
 }
 
-/// Adds to the table of an image that is sound otherwise what version 3 requires of its entries.
+/// Makes the table of an image that is sound otherwise as it must be: with what version 3 requires of its entries, and without
+/// what is over the limits.
 pub(super) async fn complete(header: Header, image: &SharedStorage) -> Result<()> {
-    let mut table = table_in(&header, image).await?;
+    let mut table = read_table_to_mend(&header, &**image).await?.table;
     let mut shadow = Shadow::new(header, image).await?;
     put_table(&mut shadow, &mut table).await?;
     shadow.header.void_session();

@@ -8,7 +8,8 @@
 //!   rename   a new snapshot table
 //! ```
 //!
-//! Each is planned in memory and switched to in one step (`shadow.rs`): a crash leaves the image before it or after it.
+//! Each is planned in memory and switched to in one step (`shadow.rs`): a crash leaves the image before it or after it. Where the
+//! host has no room for that, the last snapshot is deleted in place (`delete_in_place.rs`).
 //!
 //! 1. Nothing of a snapshot is ever written: its tables stay as they are and where they are, with the machine's state that
 //!    lies behind its disk. Flags in them have no meaning.
@@ -25,6 +26,7 @@ use vellum_core::{Context, Error, ErrorKind, ImageOffset, ImageSpan, Result, Sha
 
 use super::bitmaps;
 use super::check::check;
+use super::delete_in_place::delete_last;
 use super::header::Header;
 use super::layout::{COPIED, L1_BYTES_MAX, SNAPSHOTS_MAX, TABLES_BYTES_MAX, put64};
 use super::open::recover_or_repair;
@@ -268,6 +270,20 @@ async fn revert_inner(image: &SharedStorage, wanted: Wanted<'_>) -> Result<()> {
 }
 
 async fn delete_inner(image: &SharedStorage, wanted: Wanted<'_>) -> Result<()> {
+    let error = match delete_beside(image, wanted).await {
+        Err(error) if error.kind() == ErrorKind::NoSpace => error,
+        done => return done,
+    };
+    // Nothing has changed. What is freed may be the room that others wait for.
+    let change = Change::begin(image).await?;
+    let index = change.found(wanted)?;
+    match delete_last(image, change.header(), &change.snapshots, index).await? {
+        true => Ok(()),
+        false => Err(error.context("or delete the newest snapshot first: in version 3 that needs no room")),
+    }
+}
+
+async fn delete_beside(image: &SharedStorage, wanted: Wanted<'_>) -> Result<()> {
     let mut change = Change::begin(image).await?;
     let index = change.found(wanted)?;
     let snapshot = change.snapshots.snapshots.remove(index);

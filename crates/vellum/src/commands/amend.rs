@@ -13,14 +13,15 @@ use crate::key_values::split_options;
 
 /// Change the version, refcount width or lazy refcounts of a qcow2 image, without a copy
 ///
-/// The disk and its snapshots read the same before and after. A crash leaves the image with or without each of the
+/// The disk and its snapshots read the same before and after. compat=0.10 is refused where the image has what that version
+/// lacks, such as bitmaps, subclusters, zstd, or zeros over a backing image; a journal is removed. A crash leaves the image with or without each of the
 /// changes, and the same command can be run again. The image must not be in use.
 ///
 /// Other options of `qemu-img amend` are commands of their own: `vellum key` for the keys of an encrypted image,
 /// `vellum resize` for the size, `vellum rebase` for the backing image.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Options: compat=1.1 (from 0.10), lazy_refcounts=on|off, refcount_bits=1|2|4|8|16|32|64
+    /// Options: compat=0.10|1.1, lazy_refcounts=on|off, refcount_bits=1|2|4|8|16|32|64
     #[arg(short, long, value_name = "OPTIONS", required = true)]
     options: Vec<String>,
     /// Format of the image: only qcow2 can be amended

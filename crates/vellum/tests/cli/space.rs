@@ -4,10 +4,11 @@ use super::MIB;
 use super::support::client::Client;
 use super::support::dir::Dir;
 use super::support::loops::{LoopDevice, Mount};
-use super::support::program::{has, run, succeed, vellum};
+use super::support::program::{has, qemu_dump, qemu_io, run, succeed, vellum};
 use super::support::server::Server;
 use super::support::{first_difference, noise, patchy};
 use super::{refused, support};
+use crate::requires;
 
 const NO_SPACE: i32 = 28;
 const PIECE: usize = 48 << 10;
@@ -191,5 +192,47 @@ fn images_live_on_block_devices() {
         client.disconnect();
         server.stop();
         vellum(&["check", &path]).answer();
+    }
+}
+
+/// Deleting snapshots is what makes room. The newest one goes although nothing can be written beside what is there.
+#[test]
+fn a_snapshot_is_deleted_where_there_is_no_room() {
+    requires!("qemu-img", "qemu-io");
+    for mount in [Mount::ext4(48 << 20), Mount::tmpfs(24 << 20)].into_iter().flatten() {
+        for options in ["cluster_size=4k", "cluster_size=64k,extended_l2=on"] {
+            let (image, ballast) = (mount.dir.text("image"), mount.dir.join("ballast"));
+            succeed("qemu-img", &["create", "-q", "-f", "qcow2", "-o", options, &image, "64M"]);
+            let write =
+                |byte: u8| drop(qemu_io(&["-f", "qcow2", &image], &[format!("write -P {byte} 0 3M")]));
+            for (byte, name) in [(1, "one"), (2, "two"), (3, "three")] {
+                write(byte);
+                vellum(&["snapshot", "create", &image, name]).answer();
+            }
+            write(4);
+            let disk = qemu_dump(image.as_ref(), "qcow2", None);
+            let mut filling = std::fs::File::create(&ballast).expect("a file");
+            let pieces = [vec![7; 1 << 16], vec![7; 512]];
+            pieces.iter().for_each(|piece| while std::io::Write::write_all(&mut filling, piece).is_ok() {});
+            drop(filling.sync_all());
+            let before = std::fs::read(&image).expect("the image");
+            refused(
+                1,
+                &["delete the newest snapshot first", "space"],
+                &["snapshot", "delete", &image, "one"],
+            );
+            assert!(std::fs::read(&image).expect("the image") == before, "{options}: it was changed");
+            vellum(&["snapshot", "delete", &image, "three"]).answer();
+            succeed("qemu-img", &["check", "-q", &image]);
+            assert_eq!(vellum(&["check", "-q", &image]).code, 0, "{options}");
+            // Now there is room.
+            vellum(&["snapshot", "delete", &image, "one"]).answer();
+            vellum(&["snapshot", "delete", &image, "two"]).answer();
+            succeed("qemu-img", &["check", "-q", &image]);
+            assert!(qemu_dump(image.as_ref(), "qcow2", None) == disk, "{options}");
+            let mut filling = std::fs::File::options().append(true).open(&ballast).expect("a file");
+            std::io::Write::write_all(&mut filling, &vec![7; 6 << 20]).expect("the host has the space again");
+            std::fs::remove_file(&ballast).expect("the file");
+        }
     }
 }

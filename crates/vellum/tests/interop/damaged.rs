@@ -161,8 +161,7 @@ fn what_qemu_reads_past_is_read_past() {
     assert_eq!(vellum(&["compare", "-F", "raw", &path, &out]).code, 0);
 }
 
-/// A snapshot of version 3 records the size of its disk. One that has no room for it is reported; repairing
-/// it is left to QEMU.
+/// A snapshot of version 3 records the size of its disk. One that has no room for it is reported.
 #[test]
 fn an_incomplete_snapshot_is_told() {
     requires!("qemu-img", "qemu-io");
@@ -199,4 +198,72 @@ fn an_incomplete_snapshot_is_told() {
     let said = vellum(&["check", &path]);
     assert_eq!((said.code, code("qemu-img", &path)), (2, 2), "{said:?}");
     assert!(said.err.contains("incomplete"), "{said:?}");
+}
+
+/// A table of snapshots beyond what is read is mended as QEMU mends it: both say the same before, list the same snapshots after, and
+/// find nothing wrong with what the other one has made.
+#[test]
+fn a_snapshot_table_over_the_limits_is_mended() {
+    requires!("qemu-img", "qemu-io");
+    let dir = Dir::new("damaged");
+    let (path, other) = (dir.text("image"), dir.text("other"));
+    let entry = |l1: &[u8], id: &str, extra: usize| {
+        let mut entry = l1.to_vec();
+        entry.extend(u16::try_from(id.len()).expect("short").to_be_bytes());
+        entry.extend(4_u16.to_be_bytes());
+        entry.resize(36, 0);
+        entry.extend(u32::try_from(extra).expect("small").to_be_bytes());
+        let mut sizes = [0_u64.to_be_bytes(), (1_u64 << 20).to_be_bytes()].concat();
+        sizes.resize(extra, 0);
+        entry.extend(sizes);
+        entry.extend(id.as_bytes());
+        entry.extend(b"name");
+        entry.resize(entry.len().next_multiple_of(8), 0);
+        entry
+    };
+    for (what, extras) in [
+        ("one entry has too much", vec![24, 1100, 24]),
+        ("the first one, far too much", vec![70_000, 24]),
+        ("too many entries", vec![16; 65_536 + 3]),
+        ("a table that is too long", vec![1024; 64_500]),
+    ] {
+        run("qemu-img", &["create", "-q", "-f", "qcow2", &path, "1M"]).answer();
+        run("qemu-io", &["-f", "qcow2", &path, "-c", "write -P 1 0 300k"]).answer();
+        run("qemu-img", &["snapshot", "-c", "name", &path]).answer();
+        run("qemu-io", &["-f", "qcow2", &path, "-c", "write -P 2 0 300k"]).answer();
+        let mut bytes = Bytes(fs::read(&path).expect("the image"));
+        let table = bytes.word(64);
+        let l1 = bytes.0[usize::try_from(table).expect("small")..][..12].to_vec();
+        // The first one is the real one, the others have no table of their own.
+        let entries = extras.iter().enumerate().map(|(index, extra)| {
+            let l1 = if index == 0 { &l1[..] } else { &[0; 12] };
+            entry(l1, &(index + 1).to_string(), *extra)
+        });
+        let all: Vec<u8> = entries.flatten().collect();
+        let at = bytes.0.len().next_multiple_of(1 << 16);
+        bytes.0.resize(at, 0);
+        bytes.0.extend(&all);
+        bytes.0.resize(bytes.0.len().next_multiple_of(1 << 16), 0);
+        bytes.put(64, &(at as u64).to_be_bytes());
+        bytes.put(60, &u32::try_from(extras.len()).expect("small").to_be_bytes());
+        fs::write(&path, &bytes.0).expect("the image");
+        fs::copy(&path, &other).expect("a copy");
+        assert_eq!((code("vellum", &path), code("qemu-img", &other)), (1, 1), "{what}");
+        let theirs = run("qemu-img", &["check", "-r", "all", &other]);
+        let ours = vellum(&["check", "-r", "all", &path]);
+        assert_eq!(
+            (ours.code, theirs.code),
+            (0, 0),
+            "{what}: {ours:?}\n{}",
+            theirs.err.lines().last().unwrap_or("")
+        );
+        for path in [&path, &other] {
+            assert_eq!((code("vellum", path), code("qemu-img", path)), (0, 0), "{what}");
+        }
+        let list = |path: &String| run("qemu-img", &["snapshot", "-l", path]).out;
+        assert_eq!(list(&path), list(&other), "{what}");
+        assert!(list(&path).lines().count() > 2, "{what}");
+        run("qemu-img", &["snapshot", "-a", "1", &path]).answer();
+        run("qemu-io", &["-f", "qcow2", &path, "-c", "read -P 1 0 300k"]).answer();
+    }
 }

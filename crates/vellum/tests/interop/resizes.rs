@@ -155,3 +155,105 @@ fn a_disk_without_room_keeps_its_size() {
         .sum();
     assert_eq!(placed, 2 << 20, "{map}");
 }
+
+/// The rest of the last cluster is a snapshot's as well, or compressed: it is zero when the disk grows, whoever has made it smaller,
+/// and the snapshot keeps what it has.
+#[test]
+fn a_disk_that_ends_within_a_cluster_grows_with_zeros() {
+    requires!("qemu-img", "qemu-io");
+    let dir = Dir::new("resizes");
+    let disk = noise(2048 * KIB, 11);
+    let raw = dir.text("disk.raw");
+    std::fs::write(&raw, &disk).expect("a disk");
+    let mut grown = 0;
+    for (options, is_compressed) in [
+        ("cluster_size=64k", false),
+        ("cluster_size=64k,extended_l2=on", false),
+        ("cluster_size=64k", true),
+        ("cluster_size=4k,compression_type=zstd", true),
+        ("compat=0.10,cluster_size=4k", true),
+    ] {
+        for by_qemu in [false, true] {
+            for has_snapshot in [false, true] {
+                if !is_compressed && !has_snapshot || has_snapshot && options.contains("0.10") {
+                    continue;
+                }
+                let context =
+                    format!("{options}, compressed {is_compressed}, {has_snapshot}, by QEMU {by_qemu}");
+                let image = dir.text("image.qcow2");
+                let mut words = vec!["convert", "-f", "raw", "-O", "qcow2", "-o", options];
+                if is_compressed {
+                    words.push("-c");
+                }
+                words.extend([raw.as_str(), &image]);
+                succeed("qemu-img", &words);
+                if has_snapshot {
+                    succeed("qemu-img", &["snapshot", "-c", "whole", &image]);
+                }
+                let mut model = disk.clone();
+                for (size, again) in
+                    [(1024 * KIB + 1536, 2048 * KIB), (700 * KIB + 512, 701 * KIB), (512, 3000 * KIB)]
+                {
+                    let bytes = size.to_string();
+                    let words = ["resize", "-q", "-f", "qcow2", "--shrink", &image, &bytes];
+                    match by_qemu {
+                        true => drop(succeed("qemu-img", &words)),
+                        false => drop(vellum(&words).answer()),
+                    }
+                    vellum(&["resize", "-q", "-f", "qcow2", &image, &again.to_string()]).answer();
+                    model.truncate(size);
+                    model.resize(again, 0);
+                    grown += 1;
+                    let read = qemu_dump(image.as_ref(), "qcow2", None);
+                    assert_eq!(first_difference(&read, &model), None, "{context}: {size} and {again}");
+                    let checked = run("qemu-img", &["check", "-f", "qcow2", &image]);
+                    assert_eq!(checked.code, 0, "{context}: {}{}", checked.out, checked.err);
+                    if has_snapshot {
+                        let copy = dir.text("copy.raw");
+                        vellum(&["convert", "-q", "-l", "whole", "-O", "raw", &image, &copy]).answer();
+                        let read = std::fs::read(&copy).expect("a copy");
+                        assert_eq!(first_difference(&read, &disk), None, "{context}: the snapshot");
+                    }
+                }
+            }
+        }
+    }
+    assert_eq!(grown, 42);
+}
+
+/// A full image has no room for the tables of a smaller disk but behind its data. They do not stay there.
+#[test]
+fn a_full_image_that_shrinks_ends_earlier() {
+    requires!("qemu-img");
+    let dir = Dir::new("resizes");
+    let raw = dir.text("disk.raw");
+    let disk = noise(48 << 20, 13);
+    std::fs::write(&raw, &disk).expect("a disk");
+    for options in ["cluster_size=4k", "cluster_size=4k,refcount_bits=64", "cluster_size=64k,extended_l2=on"]
+    {
+        let image = dir.text("image.qcow2");
+        succeed("qemu-img", &["convert", "-f", "raw", "-O", "qcow2", "-o", options, &raw, &image]);
+        for size in [20 << 20, 8 << 20, (1 << 20) + 512] {
+            vellum(&["resize", "-q", "--shrink", "-f", "qcow2", &image, &size.to_string()]).answer();
+            let bytes = std::fs::read(&image).expect("the image");
+            assert!(bytes.len() <= size + (1 << 20), "{options}: {} bytes for a disk of {size}", bytes.len());
+            let checked = run("qemu-img", &["check", "-f", "qcow2", &image]);
+            assert_eq!(checked.code, 0, "{options}, {size}: {}{}", checked.out, checked.err);
+            let read = qemu_dump(image.as_ref(), "qcow2", None);
+            assert_eq!(first_difference(&read, &disk[..size]), None, "{options}, {size}");
+            let word = |at: usize| u64::from_be_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+            let cluster = 1_usize << (word(20 - 4) & 0xFF);
+            let (table, clusters) = (
+                usize::try_from(word(48)).expect("small"),
+                usize::try_from(word(56 - 4) & 0xFFFF_FFFF).expect("small"),
+            );
+            let blocks = (table..table + clusters * cluster).step_by(8).map(word).filter(|at| *at != 0);
+            for at in blocks.map(|at| usize::try_from(at).expect("small")) {
+                assert!(
+                    bytes[at..at + cluster].iter().any(|byte| *byte != 0),
+                    "{options}, {size}: an idle block"
+                );
+            }
+        }
+    }
+}

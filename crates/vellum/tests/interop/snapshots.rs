@@ -249,7 +249,8 @@ fn an_image_is_amended_in_place() {
         ("lazy_refcounts=on", "lazy-refcounts", serde_json::json!(true)),
         ("refcount_bits=64", "refcount-bits", serde_json::json!(64)),
         ("refcount_bits=2", "refcount-bits", serde_json::json!(2)),
-        ("lazy_refcounts=off,refcount_bits=16", "lazy-refcounts", serde_json::json!(false)),
+        ("compat=0.10,refcount_bits=16", "compat", serde_json::json!("0.10")),
+        ("compat=v3,lazy_refcounts=off", "lazy-refcounts", serde_json::json!(false)),
     ] {
         vellum(&["amend", "-o", options, &image]).answer();
         assert_eq!(facts(what), value, "{options}");
@@ -258,7 +259,7 @@ fn an_image_is_amended_in_place() {
         assert!(qemu_dump(Path::new(&image), "qcow2", Some("one")) == disk, "{options}: the snapshot");
     }
     for (options, word) in [
-        ("compat=0.10", "vellum convert"),
+        ("compat=0.10,lazy_refcounts=on", "compat=1.1"),
         ("refcount_bits=1", "count to 1"),
         ("size=2M", "vellum resize"),
         ("backing_file=x", "vellum rebase"),
@@ -268,6 +269,84 @@ fn an_image_is_amended_in_place() {
         let ran = vellum(&["amend", "-o", options, &image]);
         assert!(ran.code == 1 && ran.err.contains(word), "{options}: {ran:?}");
     }
+    succeed("qemu-img", &["check", &image]);
+}
+
+/// What version 2 has no place for is refused by both programs; what it has a place for becomes what QEMU makes of it.
+#[test]
+fn an_image_becomes_one_of_version_2_where_it_can() {
+    requires!("qemu-img", "qemu-io");
+    let dir = Dir::new("downgraded");
+    let (image, copy) = (dir.text("disk.qcow2"), dir.text("copy.qcow2"));
+    std::fs::write(dir.text("base.raw"), patchy(1 << 20, 3)).expect("a base");
+    let base = dir.text("base.raw");
+    // How it is made, what is done to it, and the word in our refusal and in QEMU's, if it is refused.
+    let write = "write -P 5 64k 200k";
+    for (options, steps, refused, refused_by_qemu) in [
+        ("", &[write][..], None, false),
+        ("", &[write, "write -z 100k 300k", "write -z 1M 1M"], None, false),
+        ("preallocation=metadata", &[write], None, false),
+        ("lazy_refcounts=on", &[write], None, false),
+        ("base", &[write], None, false),
+        ("", &["snapshot"], None, false),
+        ("base", &["write -z 64k 64k"], Some("over its backing image"), false),
+        ("", &["write -z 64k 64k", "snapshot"], Some("snapshots have clusters that say zero"), false),
+        ("refcount_bits=1", &[write], Some("refcount_bits=16"), true),
+        ("extended_l2=on", &[write], Some("extended_l2"), true),
+        ("compression_type=zstd", &[write], Some("a compression type"), true),
+        ("data_file=DATA", &[write], Some("data file"), true),
+        ("", &["snapshot", "larger"], Some("prevents it"), true),
+        ("", &["bitmap"], Some("bitmaps"), false),
+    ] {
+        let context = format!("{options} {steps:?}");
+        let _ = std::fs::remove_file(&image);
+        let data = options.replace("DATA", &dir.text("data"));
+        let mut words = vec!["create", "-q", "-f", "qcow2"];
+        match options {
+            "" => {}
+            "base" => words.extend(["-b", &base, "-F", "raw"]),
+            _ => words.extend(["-o", &data]),
+        }
+        words.extend([image.as_str(), "4M"]);
+        succeed("qemu-img", &words);
+        for step in steps {
+            match *step {
+                "snapshot" => drop(succeed("qemu-img", &["snapshot", "-c", "one", &image])),
+                "larger" => drop(succeed("qemu-img", &["resize", "-q", &image, "5M"])),
+                "bitmap" => drop(succeed("qemu-img", &["bitmap", "--add", &image, "changes"])),
+                command => drop(qemu_io(&["-f", "qcow2", &image], &[command.to_owned()])),
+            }
+        }
+        let before = qemu_dump(Path::new(&image), "qcow2", None);
+        std::fs::copy(&image, &copy).expect("a copy");
+        let theirs = run("qemu-img", &["amend", "-f", "qcow2", "-o", "compat=0.10", &copy]);
+        assert_eq!(theirs.code != 0, refused_by_qemu, "{context}: {theirs:?}");
+        let bytes = std::fs::read(&image).expect("the image");
+        let ours = vellum(&["amend", "-o", "compat=0.10", &image]);
+        let facts = run("qemu-img", &["info", "--output=json", &image]).json();
+        let version = &facts["format-specific"]["data"]["compat"];
+        match refused {
+            Some(word) => {
+                assert!(ours.code == 1 && ours.err.contains(word), "{context}: {ours:?}");
+                assert!(std::fs::read(&image).expect("the image") == bytes, "{context}: it was changed");
+                assert_eq!(version, "1.1", "{context}");
+            }
+            None => {
+                assert_eq!(ours.code, 0, "{context}: {ours:?}");
+                assert_eq!(version, "0.10", "{context}");
+                assert_eq!(run("qemu-img", &["check", &image]).code, 0, "{context}");
+                let compared = run("qemu-img", &["compare", "-f", "qcow2", "-F", "qcow2", &image, &copy]);
+                assert_eq!(compared.code, 0, "{context}: {compared:?}");
+                assert!(vellum(&["check", &image]).code == 0, "{context}");
+            }
+        }
+        assert!(qemu_dump(Path::new(&image), "qcow2", None) == before, "{context}");
+    }
+    // An image of ours has a journal, which goes.
+    vellum(&["create", "-q", "-f", "qcow2", "-o", "extended_l2=off", &image, "4M"]).answer();
+    vellum(&["amend", "-o", "compat=0.10", &image]).answer();
+    let facts = run("qemu-img", &["info", "--output=json", &image]).json();
+    assert_eq!(facts["format-specific"]["data"]["compat"], "0.10");
     succeed("qemu-img", &["check", &image]);
 }
 

@@ -132,7 +132,12 @@ impl Flags<'_> {
         let mut wrong = 0;
         let read = read_clusters(self.image, self.header, some.iter().map(|(table, _)| *table)).await?;
         for ((table, times), l2) in some.into_iter().zip(read) {
-            let Ok(l2) = l2 else { continue };
+            let l2 = match l2 {
+                Ok(l2) => l2,
+                // The walk has read it: with flags that nobody has looked at, the repair is not done.
+                Err(error) if self.repair && !self.walked.hidden => return Err(error),
+                Err(_) => continue,
+            };
             let len = entries.words() * 8;
             let mut part = Part::new(table, l2.slice());
             work::note(l2.len() / 8);

@@ -144,10 +144,28 @@ impl Walk<'_> {
         let mut next: Option<ImageOffset> = None;
         let words = self.entries.words();
         let cluster = self.header.cluster_size().bytes();
+        let may_run = words == 1 && !self.header.has_data_file();
+        let mut counted_to = 0;
         for (index, entry) in table.chunks_exact(words * 8).enumerate() {
             let pair = (be64(entry, 0), if words == 2 { be64(entry, 8) } else { 0 });
-            if pair == (0, 0) {
+            if pair == (0, 0) || index < counted_to {
                 continue; // most entries, in most tables
+            }
+            if may_run && let Some((run, copied)) = self.plain_run(pair.0, &table[index * 8..]) {
+                // As one by one, below.
+                counted_to = index + to_usize(run.len() / cluster);
+                self.result.flags_suspect |= is_active && !copied;
+                if is_active {
+                    self.result.report.allocated_clusters += times * (run.len() / cluster);
+                    if next.is_some_and(|next| next != run.start()) {
+                        self.result.report.fragmented_clusters += times;
+                    }
+                    next = Some(run.end());
+                }
+                let first = self.header.cluster_size().cluster_of(run.start()).index();
+                self.result.flags_suspect |=
+                    self.result.references.add_run(first, run.len() / cluster, times);
+                continue;
             }
             let reserved = self.entries.reserved(pair);
             if reserved != 0 {
@@ -201,6 +219,24 @@ impl Walk<'_> {
         }
     }
 
+    /// The clusters that the first of these entries and those after it name, if they are ordinary ones that lie one behind the
+    /// other within the file; and whether they have the flag.
+    fn plain_run(&self, word: u64, table: &[u8]) -> Option<(ImageSpan, bool)> {
+        let cluster = self.header.cluster_size();
+        let at = ImageOffset::new(word & OFFSET_MASK);
+        let file_end = cluster.round_up(self.image.len());
+        let is_plain = word & !(OFFSET_MASK | COPIED) == 0 && at.bytes() != 0 && cluster.aligns(at);
+        if !is_plain || at.bytes() >= file_end {
+            return None;
+        }
+        // As many as lie in the file, so that no sum passes the bits of a place.
+        let most = to_usize((file_end - at.bytes()) >> cluster.shift());
+        let wanted = (0_u64..).map(|number| word + (number << cluster.shift()));
+        let entries = table.chunks_exact(8).map(|entry| be64(entry, 0));
+        let count = entries.zip(wanted).take(most).take_while(|(entry, wanted)| entry == wanted).count();
+        Some((at.span((count as u64) << cluster.shift()), word & COPIED != 0))
+    }
+
     /// Counts the clusters that a compressed cluster lies in. Compressed clusters share them with one
     /// another, and have no flag. A cluster that they share with anything else may have one.
     fn count_compressed(&mut self, packed: ImageSpan, times: u64) {
@@ -239,14 +275,30 @@ impl Walk<'_> {
         if self.header.snapshot_count == 0 {
             return Ok(());
         }
-        let table = match snapshot::read_table(self.header, self.image).await {
-            Ok(table) => table,
+        let mended = match snapshot::read_table_to_mend(self.header, self.image).await {
+            Ok(mended) => mended,
             Err(error) if error.kind() == ErrorKind::Corrupt => {
                 self.hiding(1, format!("snapshot table: {}", error.chain()));
                 return Ok(());
             }
             Err(error) => return Err(error),
         };
+        let faults = mended.faults();
+        if !faults.is_empty() && !self.mends_snapshots {
+            // As with QEMU, the check is not complete.
+            self.result.hidden = true;
+            self.result.report.check_errors += 1;
+            (self.say)(format!("ERROR {}; `check -r all` discards that", faults.join(", ")));
+            return Ok(());
+        }
+        for fault in faults {
+            self.error(fault);
+        }
+        let count = mended.cut.len() as u64 + u64::from(mended.dropped);
+        self.result.incomplete += count;
+        // One line for all that are dropped.
+        self.result.report.corruptions += u64::from(mended.dropped).saturating_sub(1);
+        let table = mended.table;
         self.count_table(table.span, Kind::Snapshots, 1);
         // Tables by their places, and how often they are named: many snapshots share most of their tables.
         let mut l1s: BTreeMap<(ImageOffset, u64), u64> = BTreeMap::new();

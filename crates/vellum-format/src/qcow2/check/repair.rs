@@ -30,7 +30,7 @@ pub(super) struct Fix<'a> {
 pub(super) async fn mend_counts(header: &Header, image: &SharedStorage) -> Result<bool> {
     settle(&**image).await?;
     let say: &mut dyn FnMut(String) = &mut |_| {};
-    let walk = Walk::counting(header, &**image, say).await?.result;
+    let walk = Walk::counting(header, &**image, false, say).await?.result;
     if let Some(overlap) = walk.overlap {
         return Err(Error::corrupt(format!(
             "{overlap}: a repair cannot decide which of the two is right, so nothing was changed: see `vellum check`"

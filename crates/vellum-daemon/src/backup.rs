@@ -164,6 +164,7 @@ impl Target {
             trust_base: false,
             secrets: Arc::default(),
             stands_on_encrypted: Arc::default(),
+            never_flushed: false,
         };
         create_qcow2(&target, wish.options.clone()).await?;
         let options = ImageOptions { format: Some(FormatKind::Qcow2), allow_dirs, ..ImageOptions::default() };

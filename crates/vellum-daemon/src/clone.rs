@@ -405,6 +405,7 @@ impl Template<'_> {
             trust_base: self.how.trust_base,
             secrets: self.how.secrets.clone(),
             stands_on_encrypted: Arc::default(),
+            never_flushed: false,
         })
     }
 

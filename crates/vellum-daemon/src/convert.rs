@@ -8,7 +8,8 @@
 //! ```
 //!
 //! What a conversion that fails leaves behind is never taken for a whole image: a draft is removed, a new file
-//! in place is emptied. The error says which, and what is left.
+//! in place is emptied. The error says which, and what is left. One that ends well is durable, unless its caller wants no
+//! flushes.
 
 use std::cell::Cell;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -23,7 +24,7 @@ use vellum_io::Draft;
 use vellum_layer::{Chain, Gate};
 
 use crate::copy::{CopyCompression, CopyOptions, copy};
-use crate::create::{CreateTarget, create_native, create_qcow2, create_raw, no_new_luks};
+use crate::create::{CreateTarget, create_native, create_qcow2, new_raw, no_new_luks};
 use crate::image::{ImageOptions, open_image};
 use crate::salvage::Salvaged;
 use crate::signals::Stop;
@@ -54,6 +55,8 @@ pub struct Conversion {
     pub remote_timeout: Option<Duration>,
     /// Past the page cache.
     pub direct: bool,
+    /// Nothing is flushed: a crash of the machine after the end may leave a part of the copy under the target's name.
+    pub never_flushed: bool,
     /// Pieces in flight at once, at least one.
     pub pieces_at_once: usize,
     /// Runs of zeros at least this long are not written; zero writes everything, holes too.
@@ -177,7 +180,11 @@ async fn convert_and(
     let done = match (copied, draft) {
         (Ok(()), Some(draft)) => {
             let replaces = draft.replaces();
-            draft.publish().await.map_err(|error| error.context(removed(conversion, replaces)))
+            let published = match conversion.never_flushed {
+                true => draft.publish_at_once().await,
+                false => draft.publish().await, // commit point
+            };
+            published.map_err(|error| error.context(removed(conversion, replaces)))
         }
         (Ok(()), None) => Ok(()),
         (Err(error), Some(draft)) => {
@@ -243,9 +250,12 @@ impl Copying<'_> {
             trust_base: false,
             secrets: self.how.secrets.clone(),
             stands_on_encrypted: Arc::default(),
+            never_flushed: self.how.never_flushed,
         };
         match self.how.format {
-            FormatKind::Raw => create_raw(self.path(), size, self.how.qcow2.preallocation).await,
+            FormatKind::Raw => {
+                new_raw(self.path(), size, self.how.qcow2.preallocation, self.how.never_flushed).await
+            }
             FormatKind::Qcow2 => create_qcow2(&target, self.how.qcow2.clone()).await.map(drop),
             FormatKind::Native => create_native(&target, self.how.native.clone()).await.map(drop),
             FormatKind::Foreign(_) => self.how.format.check_is_written(),
@@ -261,6 +271,7 @@ impl Copying<'_> {
         let options = ImageOptions {
             format: Some(how.format),
             direct: how.direct,
+            never_flushed: how.never_flushed,
             allow_dirs: how.allow_dirs.iter().cloned().chain(beside).collect(),
             remote_timeout: how.remote_timeout,
             secrets: how.secrets.clone(),

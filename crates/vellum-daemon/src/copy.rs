@@ -14,6 +14,7 @@
 //! 6. By default pieces are read several at a time and written one after the other, in the order of the disk:
 //!    a format that allocates on write then lays the copy out in that order.
 
+mod compared;
 mod differing;
 
 use std::cell::{Cell, RefCell};
@@ -28,15 +29,17 @@ use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use vellum_core::{
     BlockSize, Buffer, Context, Error, ErrorKind, GuestOffset, GuestSpan, LocalFuture, Place, Result,
-    SharedDisk, WriteFlags, ZeroFlags, is_zero, map_merged, read_below,
+    SharedDisk, WriteFlags, ZeroFlags, is_zero, map_merged,
 };
 use vellum_format::image::{BlockContent, Compressing, PackedBlock};
 use vellum_io::clock;
 
+pub use compared::{Comparison, compare, compare_strictly};
 use differing::{differences, write_runs};
 
-/// Bytes copied as one piece.
-const PIECE: u64 = 2 << 20;
+/// Bytes copied as one piece: what is in flight at once stays in memory that is used again and again, and in the processor's
+/// caches; and the host's page cache gets no larger runs of memory at once than it has at hand.
+const PIECE: u64 = 512 << 10;
 
 /// Compressed data is written when there is this much of it, in bytes: all of it lies together, and what is left of its
 /// last cluster stays free.
@@ -386,49 +389,6 @@ fn cut_zeros(span: GuestSpan, data: Buffer, sparse_bytes: u64) -> Vec<(GuestSpan
             (run, (!zero).then_some(part))
         })
         .collect()
-}
-
-/// How a comparison ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Comparison {
-    /// They read the same.
-    Identical,
-    /// The first byte that differs.
-    DiffersAt(GuestOffset),
-}
-
-/// Compares two disks. Where one is longer, its rest must read as zero.
-///
-/// # Errors
-/// The errors of reading; `Closed` when it was stopped.
-pub async fn compare(
-    first: &SharedDisk,
-    second: &SharedDisk,
-    pieces_at_once: usize,
-    stop: &AtomicBool,
-    progress: &dyn Fn(u64),
-) -> Result<Comparison> {
-    let size = first.geometry().size.max(second.geometry().size);
-    let piece = |piece: Piece| or(compare_piece(first, second, piece), stopped(stop));
-    let all = GuestOffset::ZERO.span(size);
-    let found = in_pieces(&[first, second], all, ANY_UNIT, pieces_at_once, stop, progress, piece).await?;
-    Ok(found.map_or(Comparison::Identical, Comparison::DiffersAt))
-}
-
-async fn compare_piece(first: &SharedDisk, second: &SharedDisk, piece: Piece) -> Result<Option<GuestOffset>> {
-    let span = piece.span;
-    if piece.is_zero {
-        return Ok(None);
-    }
-    let len = usize::try_from(span.len()).expect("a piece is small");
-    // Past its end a disk reads as zero, as if it lay below a longer one.
-    let one = read_below(Some(first), span.start(), Buffer::for_overwrite(len)).await?.contiguous();
-    let other = read_below(Some(second), span.start(), Buffer::for_overwrite(len)).await?.contiguous();
-    if one.slice() == other.slice() {
-        return Ok(None);
-    }
-    let at = one.slice().iter().zip(other.slice()).position(|(a, b)| a != b).expect("they differ");
-    Ok(Some(span.start() + at as u64))
 }
 
 /// Finds where a disk reads as zero, in units of `unit` bytes: the runs in order, neighbours merged.

@@ -44,6 +44,8 @@ pub struct CreateTarget {
     pub secrets: Arc<Secrets>,
     /// Becomes true when the backing image, or one below it, is opened and is encrypted.
     pub stands_on_encrypted: Arc<AtomicBool>,
+    /// Nothing is flushed: a crash of the machine may ruin the image.
+    pub never_flushed: bool,
 }
 
 impl CreateTarget {
@@ -121,7 +123,7 @@ impl CreateTarget {
     }
 
     async fn file(&self) -> Result<Arc<File>> {
-        new_file(&self.path).await
+        new_file(&self.path, self.never_flushed).await
     }
 }
 
@@ -199,7 +201,7 @@ pub async fn create_qcow2(target: &CreateTarget, options: CreateOptions) -> Resu
     let is_new_data = data_path.as_ref().filter(|path| !path.exists());
     let data_file: Option<SharedStorage> = match &data_path {
         None => None,
-        Some(path) => Some(new_data_file(path).await?),
+        Some(path) => Some(new_data_file(path, target.never_flushed).await?),
     };
     let made = write_qcow2(target, data_file.as_ref(), &options, pin.as_ref()).await;
     if let (Err(_), Some(path)) = (&made, is_new_data) {
@@ -227,9 +229,9 @@ fn path_text(path: &Path) -> Result<String> {
 }
 
 /// A data file to be filled. An image is refused: its content would be lost.
-async fn new_data_file(path: &Path) -> Result<Arc<File>> {
+async fn new_data_file(path: &Path, never_flushed: bool) -> Result<Arc<File>> {
     let is_there = path.exists();
-    let file = new_file(path).await?;
+    let file = new_file(path, never_flushed).await?;
     let held = match is_there && file.len() > 0 {
         true => probe(&*file).await.map(|format| format.to_string()),
         false => return Ok(file),
@@ -363,8 +365,18 @@ pub(crate) async fn write_native(
 /// `Invalid` for a preallocation that raw disks do not have, and the errors of the file. A file that could
 /// not be completed is removed.
 pub async fn create_raw(path: &Path, size: u64, preallocation: Preallocation) -> Result<()> {
+    new_raw(path, size, preallocation, false).await
+}
+
+/// As above, perhaps without a flush.
+pub(crate) async fn new_raw(
+    path: &Path,
+    size: u64,
+    preallocation: Preallocation,
+    never_flushed: bool,
+) -> Result<()> {
     let is_new = !path.exists();
-    let file = new_file(path).await?;
+    let file = new_file(path, never_flushed).await?;
     let made = lay_out_raw(path, &file, size, preallocation).await;
     if made.is_err() && is_new {
         drop(file);

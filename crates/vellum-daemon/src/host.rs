@@ -24,6 +24,8 @@ use vellum_remote::{Opened, RemoteOptions};
 pub struct HostOptions {
     /// Past the page cache (O_DIRECT).
     pub direct: bool,
+    /// What is written is never flushed.
+    pub never_flushed: bool,
     /// Others may write what is read.
     pub force_share: bool,
     /// How remote images are read.
@@ -204,6 +206,7 @@ impl Opener for Host {
         let options = OpenOptions {
             writable,
             direct: self.options.direct,
+            never_flushed: self.options.never_flushed && writable,
             lock,
             without_links: true,
             ..OpenOptions::default()

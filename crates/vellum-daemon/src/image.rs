@@ -30,6 +30,8 @@ pub struct ImageOptions {
     pub force_share: bool,
     /// Past the page cache.
     pub direct: bool,
+    /// What is written is never flushed: a crash of the machine may ruin the image.
+    pub never_flushed: bool,
     /// This internal snapshot.
     pub snapshot: Option<String>,
     /// The image alone, without what it refers to below.
@@ -86,6 +88,7 @@ impl ImageOptions {
         }
         Ok(Host::new(HostOptions {
             direct: self.direct,
+            never_flushed: self.never_flushed,
             force_share: self.force_share,
             asks_remote: self.asks_remote.clone(),
             remote: RemoteOptions {
@@ -263,12 +266,51 @@ pub async fn open_file_replayed(path: &Path, options: &ImageOptions) -> Result<(
 ///
 /// # Errors
 /// `Locked` when another program has it open.
-pub async fn new_file(path: &Path) -> Result<Arc<File>> {
-    match File::create_new(path, OpenOptions::writing()).await {
-        Err(error) if path.exists() => match File::open(path, OpenOptions::writing()).await {
+pub async fn new_file(path: &Path, never_flushed: bool) -> Result<Arc<File>> {
+    let options = OpenOptions { never_flushed, ..OpenOptions::writing() };
+    // One that is there is opened first: where this is dropped meanwhile, nothing is created once it was removed.
+    match File::open(path, options).await {
+        Err(error) if error.kind() == ErrorKind::NotFound => {}
+        opened => return opened,
+    }
+    match File::create_new(path, options).await {
+        Err(error) if path.exists() => match File::open(path, options).await {
             Err(second) if second.kind() == ErrorKind::NotFound => Err(error),
             opened => opened,
         },
         created => created,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::task::{Context, Waker};
+
+    use vellum_io::{Draft, IoMode, run, unblock};
+
+    use super::*;
+
+    /// What is made under a draft's name may be dropped at any moment, as when the user stops the program. The draft is
+    /// removed then, and nothing that is still at work makes it again.
+    #[test]
+    fn a_draft_that_is_given_up_stays_away() {
+        let dir = std::env::temp_dir().join(format!("vellum-given-up-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).expect("a directory");
+        run(IoMode::Threads, async || {
+            for turn in 0..300 {
+                let draft =
+                    Draft::begin(dir.join("target")).await.expect("a draft").expect("in a directory of ours");
+                let path = draft.path().to_owned();
+                let mut making = Box::pin(new_file(&path, false));
+                let _ = making.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+                drop(making);
+                draft.discard().expect("it is there");
+                // A later job of the same threads.
+                unblock(|| std::thread::sleep(Duration::from_micros(300))).await;
+                assert!(!path.exists(), "turn {turn}: it came back");
+            }
+        })
+        .expect("a worker");
+        std::fs::remove_dir_all(&dir).expect("our own directory");
     }
 }

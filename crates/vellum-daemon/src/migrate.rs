@@ -97,6 +97,7 @@ async fn make(target: &NewTarget, path: &Path, size: u64) -> Result<MoveNumber> 
         trust_base: false,
         secrets: Default::default(),
         stands_on_encrypted: Default::default(),
+        never_flushed: false,
     };
     match target.format {
         FormatKind::Qcow2 => drop(create_qcow2(&create, target.qcow2.clone()).await?),

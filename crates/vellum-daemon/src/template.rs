@@ -95,7 +95,7 @@ fn facts_of(path: &Path) -> Result<FileFacts> {
 async fn write(path: &Path, zeros: &Zeros) -> Result<()> {
     let draft = Draft::begin(path).await?;
     let context = || format!("can't write {}", path.display());
-    let file = new_file(draft.as_ref().map_or(path, Draft::path)).await.context(context)?;
+    let file = new_file(draft.as_ref().map_or(path, Draft::path), false).await.context(context)?;
     file.set_len(0).await.context(context)?;
     file.write(ImageOffset::ZERO, Buffer::copy_of(&zeros.encode())).await.context(context)?;
     file.flush().await.context(context)?;

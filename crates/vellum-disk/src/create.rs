@@ -111,6 +111,7 @@ impl NewImage {
             trust_base: false,
             secrets: Default::default(),
             stands_on_encrypted: Default::default(),
+            never_flushed: false,
         };
         match self.format {
             FormatKind::Native => create_native(&target, self.native.clone()).await.map(drop),

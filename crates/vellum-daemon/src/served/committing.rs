@@ -440,6 +440,7 @@ async fn write_empty(draft: &Draft, before: &Place, plan: &Plan) -> Result<()> {
         trust_base: false,
         secrets: Arc::default(),
         stands_on_encrypted: Arc::default(),
+        never_flushed: false,
     };
     let format = Some(plan.format.to_string());
     match before.format {

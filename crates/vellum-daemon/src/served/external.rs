@@ -314,6 +314,7 @@ async fn draft(open: &Chain, below: &Place, path: &Path, format: FormatKind) -> 
         trust_base: false,
         secrets: Arc::default(),
         stands_on_encrypted: Arc::default(),
+        never_flushed: false,
     };
     // What is to be recorded of the images below is recorded when it is opened: the one on top changes until then.
     let made = match format {

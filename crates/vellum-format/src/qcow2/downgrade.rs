@@ -47,7 +47,7 @@ async fn refuse(header: &Header, image: &SharedStorage) -> Result<()> {
         ),
         (
             header.bitmaps().is_some(),
-            "it has persistent bitmaps, which version 2 does not have: remove them first (`qemu-img bitmap --remove`)",
+            "it has persistent bitmaps, which version 2 does not have: remove them first (`vellum bitmap --remove`)",
         ),
         (
             header.handover().is_some(),

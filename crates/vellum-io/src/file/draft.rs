@@ -6,7 +6,8 @@
 //!   publish    fsync; rename to NAME; fsync of the directory
 //! ```
 //!
-//! 1. At every moment NAME is either the old file or the complete new one, even after a crash of the machine.
+//! 1. At every moment NAME is either the old file or the complete new one, even after a crash of the machine. Where the
+//!    caller wants no flushes ([`Draft::publish_at_once`]), a crash may leave NAME with a part of the new one.
 //! 2. A draft that is dropped is removed. The draft of a killed program is removed by the next draft of the
 //!    same name. Drafts of one name have the first free numbers, so that nothing has to list the directory: a
 //!    thousand images that are made in one would read it a thousand times.
@@ -87,7 +88,16 @@ impl Draft {
     /// Fails with the error of the file system, or if another program has created the target meanwhile. Then
     /// the draft is removed.
     pub async fn publish(self) -> Result<()> {
-        unblock_at(&self.path.clone(), move || publish(self)).await
+        unblock_at(&self.path.clone(), move || publish(self, true)).await
+    }
+
+    /// As above, without a flush: until the system has written it on its own a crash of the machine leaves the name with a part
+    /// of the content, or the old file, or none.
+    ///
+    /// # Errors
+    /// As above.
+    pub async fn publish_at_once(self) -> Result<()> {
+        unblock_at(&self.path.clone(), move || publish(self, false)).await
     }
 
     /// Removes it.
@@ -251,11 +261,13 @@ fn take_over(file: &OwnedFd, facts: &Stat) -> Result<(), Errno> {
     rustix::fs::fchmod(file, Mode::from_raw_mode(facts.st_mode & 0o777))
 }
 
-fn publish(mut draft: Draft) -> Result<()> {
+fn publish(mut draft: Draft, is_durable: bool) -> Result<()> {
     let (path, target) = (&draft.path, &draft.target);
     let failed = |errno: Errno| Error::io(errno.into(), format!("can't create {}", target.display()));
     // The program that filled it has flushed it, but not its owner and mode.
-    retry(|| rustix::fs::fsync(&draft.file)).map_err(failed)?;
+    if is_durable {
+        retry(|| rustix::fs::fsync(&draft.file)).map_err(failed)?;
+    }
     let now = retry(|| rustix::fs::stat(target));
     let is_as_it_was = match (&draft.old, &now) {
         (Some(old), now) => now.is_ok_and(|now| is_same(&now, &Some(old.facts))),
@@ -280,7 +292,7 @@ fn publish(mut draft: Draft) -> Result<()> {
         }
         Err(errno) => return Err(failed(errno)),
     }
-    sync_directory_of(&draft.target)
+    if is_durable { sync_directory_of(&draft.target) } else { Ok(()) }
 }
 
 /// Gives a file its name only if nothing has that name: by a second name, which replaces nothing, where the file

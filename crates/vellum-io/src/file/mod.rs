@@ -15,6 +15,8 @@
 //! 1. The [`Storage`] contract holds; its suite runs on every kind of file that this module opens.
 //! 2. After a failed flush every change fails with `Poisoned`, even if the future of that flush was dropped.
 //! 3. Only regular files and block devices are opened, and opening never blocks on what a path leads to.
+//! 4. A file that is opened as one that is never flushed makes no promise to a crash of the machine, and no system call that
+//!    would keep one. Nothing but a new copy that the user wants so is opened in this way.
 //!
 //! Left out: mapping files into memory; `copy_file_range` and reflinks.
 
@@ -71,6 +73,8 @@ pub struct File {
     proof: Option<Proof>,
     /// What becomes shorter is an error.
     keeps_len: bool,
+    /// A flush does nothing.
+    never_flushed: bool,
 }
 
 /// What was opened.
@@ -130,6 +134,9 @@ impl File {
             return Ok(());
         }
         self.check_writable()?;
+        if self.never_flushed {
+            return Ok(());
+        }
         let (result, _) = submit(Op::Sync(self.handle.clone())).await;
         match result {
             Ok(_) => Ok(()),

@@ -38,6 +38,9 @@ pub struct OpenOptions {
     /// Nobody else makes the file shorter while it is open: where somebody does, a read of what was cut off fails instead
     /// of reading zeros, as it does for a file that is only read.
     pub keeps_len: bool,
+    /// Flushes are not passed on to the kernel: what is written, and the name of a new file, may be lost when the machine
+    /// crashes, and nothing says what. For files that are made anew then.
+    pub never_flushed: bool,
 }
 
 impl OpenOptions {
@@ -93,7 +96,9 @@ fn create(path: &Path, options: &OpenOptions) -> Result<File> {
     let opened = open(path, options).and_then(|file| {
         let opened = rustix::fs::fstat(file.as_fd()).map_err(|errno| cannot_open(errno, &name))?;
         check_same(&created, &opened, &name)?;
-        sync_directory_of(path)?;
+        if !options.never_flushed {
+            sync_directory_of(path)?;
+        }
         Ok(file)
     });
     // A file that another program has opened meanwhile, or put in its place, is left alone.
@@ -151,6 +156,7 @@ pub(super) fn open(path: &Path, options: &OpenOptions) -> Result<File> {
         direct: facts.direct,
         abilities: Abilities::hoped_for(options.trim),
         keeps_len: options.keeps_len,
+        never_flushed: options.never_flushed,
         proof: facts.proof,
     })
 }

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use serde_json::json;
 use vellum_core::{ErrorKind, Result};
-use vellum_daemon::copy::{Comparison, compare};
+use vellum_daemon::copy::{Comparison, compare, compare_strictly};
 use vellum_daemon::signals::Stop;
 use vellum_daemon::{FormatKind, ImageOptions, IoMode, open_image, run as run_worker};
 
@@ -27,9 +27,10 @@ pub(crate) struct Args {
     /// Format of the second image: raw, qcow2, vellum, or one that is only read (vmdk, vdi, vpc, vhdx, qed, parallels, dmg, qcow). Default: detected
     #[arg(short = 'F', long, value_name = "FMT", value_parser = parse_format)]
     second_format: Option<FormatKind>,
-    /// Treat disks of different sizes as different
+    /// Treat disks as different that differ in size, or in where they have data, zeros and nothing
     ///
-    /// Without it, they are identical if the rest of the larger one is zero.
+    /// Without it, they are identical if they read the same and the rest of the larger one is zero. With it, what one of them
+    /// has must be in the other one of the same kind: data, zeros that are recorded, or nothing in any image of the chain.
     #[arg(short, long)]
     strict: bool,
     /// Show progress
@@ -86,12 +87,15 @@ pub(crate) fn run(args: &Args) -> Outcome {
         }
         Comparison::Identical => "Images are identical.".to_owned(),
         Comparison::DiffersAt(at) => format!("Content mismatch at offset {}!", at.bytes()),
+        Comparison::PlacesDifferAt(at) => {
+            format!("Strict mode: Offset {} block status mismatch!", at.bytes())
+        }
     };
     let identical = answer.comparison == Comparison::Identical && !strictly_different;
     match args.output {
         OutputFormat::Json => {
             let offset = match answer.comparison {
-                Comparison::DiffersAt(at) => json!(at.bytes()),
+                Comparison::DiffersAt(at) | Comparison::PlacesDifferAt(at) => json!(at.bytes()),
                 Comparison::Identical => json!(null),
             };
             let facts = json!({
@@ -133,7 +137,11 @@ async fn examine(args: &Args) -> Result<Answer, (vellum_core::Error, u8)> {
     let wish = Wish { is_wanted: args.progress, quiet: args.quiet, output: args.output };
     let bar = Progress::new(sizes.0.max(sizes.1), wish);
     let stop = Stop::new().map_err(|error| (error, CANNOT_READ))?;
-    let comparison = compare(first.disk(), second.disk(), 8, &stop.flag, &|bytes| bar.set(bytes)).await;
+    let (one, other, progress) = (first.disk(), second.disk(), |bytes| bar.set(bytes));
+    let comparison = match args.strict {
+        true => compare_strictly(one, other, 8, &stop.flag, &progress).await,
+        false => compare(one, other, 8, &stop.flag, &progress).await,
+    };
     bar.end();
     let code = |error: &vellum_core::Error| if error.kind() == ErrorKind::Closed { 130 } else { CANNOT_READ };
     let comparison = comparison.map_err(|error| {

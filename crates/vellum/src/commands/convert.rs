@@ -96,6 +96,13 @@ pub(crate) struct Args {
     /// Bypass the page cache (O_DIRECT)
     #[arg(long)]
     direct: bool,
+    /// How the target is written, in the words of QEMU: writeback (default), writethrough, none, directsync or unsafe
+    ///
+    /// unsafe flushes nothing: when the machine crashes or loses power after the end, the target may be incomplete, and
+    /// what it replaced is gone. It is the default of qemu-img, and faster. Otherwise the copy is durable when the command
+    /// ends. none and directsync are the same as --direct.
+    #[arg(short = 't', long, value_name = "MODE", value_enum, default_value_t)]
+    target_cache: TargetCache,
     /// With -n: allow writing to FILE as the data file of the target
     #[arg(long, value_name = "FILE", requires = "no_create")]
     data_file: Vec<PathBuf>,
@@ -126,6 +133,18 @@ pub(crate) struct Args {
     target: PathBuf,
 }
 
+/// How the target is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+enum TargetCache {
+    #[default]
+    Writeback,
+    Writethrough,
+    #[value(alias = "off")]
+    None,
+    Directsync,
+    Unsafe,
+}
+
 /// At least one byte.
 fn parse_rate(text: &str) -> Result<u64> {
     Some(parse_size(text)?)
@@ -136,6 +155,10 @@ fn parse_rate(text: &str) -> Result<u64> {
 impl Args {
     fn target_format(&self) -> FormatKind {
         self.target_format.or_else(|| FormatKind::of_name(&self.target)).unwrap_or(FormatKind::Raw)
+    }
+
+    fn is_direct(&self) -> bool {
+        self.direct || matches!(self.target_cache, TargetCache::None | TargetCache::Directsync)
     }
 
     fn wish(&self) -> Wish {
@@ -202,7 +225,7 @@ async fn convert(args: &Args) -> Result<u64, Failure> {
         format: args.format,
         snapshot: args.snapshot.clone(),
         force_share: args.force_share,
-        direct: args.direct,
+        direct: args.is_direct(),
         allow_dirs: args.allow.places(),
         remote_timeout: args.allow.remote_timeout,
         ..ImageOptions::reading()
@@ -237,7 +260,8 @@ async fn convert(args: &Args) -> Result<u64, Failure> {
         data_files: args.data_file.clone(),
         allow_dirs: args.allow.places(),
         remote_timeout: args.allow.remote_timeout,
-        direct: args.direct,
+        direct: args.is_direct(),
+        never_flushed: args.target_cache == TargetCache::Unsafe,
         pieces_at_once: usize::from(args.parallel),
         sparse_bytes: args.sparse_size,
         out_of_order: args.out_of_order,

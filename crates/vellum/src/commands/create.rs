@@ -179,6 +179,7 @@ pub(crate) fn run(args: Args) -> Outcome {
         trust_base: args.trust_base,
         secrets: args.secrets.read()?,
         stands_on_encrypted: Arc::default(),
+        never_flushed: false,
     };
     let mut made = run_worker(IoMode::Auto, async || make(format, &target, &new).await)??;
     if let Some(fast) = &fast {

@@ -154,6 +154,7 @@ async fn copy(args: &Args, operands: &Operands) -> Result<(), Failure> {
         allow_dirs: args.allow.places(),
         remote_timeout: args.allow.remote_timeout,
         direct: false,
+        never_flushed: false,
         pieces_at_once: 8,
         sparse_bytes: 4096,
         out_of_order: false,

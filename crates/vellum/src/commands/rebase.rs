@@ -153,6 +153,7 @@ fn refusal(args: &Args, file: &Path, backing: &str, format: FormatKind, kind: Fo
         trust_base: args.trust_base,
         secrets: Arc::default(),
         stands_on_encrypted: Arc::default(),
+        never_flushed: false,
     };
     target.refusal(kind, None)
 }

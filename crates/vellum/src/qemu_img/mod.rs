@@ -123,7 +123,7 @@ fn of_command(command: &'static Command, arguments: &[Argument]) -> Result<Vec<O
         }
         ours.push(text);
     };
-    let (mut operands, mut is_direct) = (Vec::new(), false);
+    let (mut operands, mut is_direct, mut is_unsafe) = (Vec::new(), false, false);
     for argument in arguments {
         match argument {
             Argument::Operand(operand) => operands.push(operand.clone()),
@@ -136,6 +136,10 @@ fn of_command(command: &'static Command, arguments: &[Argument]) -> Result<Vec<O
                         is_direct = true;
                     }
                     Some("none" | "directsync") => {}
+                    Some(mode @ "unsafe") if opt.long == "target-cache" && !is_unsafe => {
+                        has("--target-cache", Some(OsStr::new(mode)));
+                        is_unsafe = true;
+                    }
                     Some("writeback" | "writethrough" | "unsafe") => {}
                     _ => return Err(format!("{}: unknown cache mode", opt.name())),
                 },

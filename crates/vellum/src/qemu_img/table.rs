@@ -141,7 +141,7 @@ pub(crate) static COMMANDS: &[Command] = &[
                backing image",
         has_sizes: false,
         own: &[
-            with(Some('o'), "options", Same("--options"), "compat=1.1, lazy_refcounts, refcount_bits"),
+            with(Some('o'), "options", Same("--options"), "compat, lazy_refcounts, refcount_bits"),
             flag(None, "force", Refused, "it is for keys: `vellum key`"),
             flag(Some('p'), "progress", Aside, "nothing is printed"),
             flag(Some('q'), "quiet", Aside, "nothing is printed"),
@@ -224,12 +224,7 @@ pub(crate) static COMMANDS: &[Command] = &[
         own: &[
             also(with(Some('f'), "a-format", Same("--format"), ""), &["format"]),
             also(with(Some('F'), "b-format", Same("--second-format"), ""), &["second-format"]),
-            flag(
-                Some('s'),
-                "strict",
-                Same("--strict"),
-                "the sizes must be the same; not where space is allocated",
-            ),
+            flag(Some('s'), "strict", Same("--strict"), ""),
         ],
         common: &[&QUIET, &PROGRESS, &READ_CACHE, &IMAGE_OPTS, &SHARE, &OBJECT],
     },
@@ -268,7 +263,8 @@ pub(crate) static COMMANDS: &[Command] = &[
                     Some('t'),
                     "target-cache",
                     Cache,
-                    "none: `--direct`; otherwise the copy is durable when the command ends",
+                    "none: `--direct`; unsafe: `--target-cache unsafe`, no flush; otherwise, and by default, the copy is durable \
+                     when the command ends",
                 ),
                 &["cache"],
             ),

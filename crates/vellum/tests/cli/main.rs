@@ -44,6 +44,7 @@ mod compressed;
 mod config;
 mod damage;
 mod delta;
+mod durable;
 mod encrypted;
 mod flash;
 mod flatten;

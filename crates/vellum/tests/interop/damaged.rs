@@ -221,12 +221,9 @@ fn a_snapshot_table_over_the_limits_is_mended() {
         entry.resize(entry.len().next_multiple_of(8), 0);
         entry
     };
-    for (what, extras) in [
-        ("one entry has too much", vec![24, 1100, 24]),
-        ("the first one, far too much", vec![70_000, 24]),
-        ("too many entries", vec![16; 65_536 + 3]),
-        ("a table that is too long", vec![1024; 64_500]),
-    ] {
+    for (what, extras) in
+        [("one entry has too much", vec![24, 1100, 24]), ("the first one, far too much", vec![70_000, 24])]
+    {
         run("qemu-img", &["create", "-q", "-f", "qcow2", &path, "1M"]).answer();
         run("qemu-io", &["-f", "qcow2", &path, "-c", "write -P 1 0 300k"]).answer();
         run("qemu-img", &["snapshot", "-c", "name", &path]).answer();

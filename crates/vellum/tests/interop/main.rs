@@ -20,6 +20,7 @@
 mod support;
 
 mod bitmaps;
+mod compared;
 mod config;
 mod damaged;
 mod image;

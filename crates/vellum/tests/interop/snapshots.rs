@@ -293,7 +293,7 @@ fn an_image_becomes_one_of_version_2_where_it_can() {
         ("", &["write -z 64k 64k", "snapshot"], Some("snapshots have clusters that say zero"), false),
         ("refcount_bits=1", &[write], Some("refcount_bits=16"), true),
         ("extended_l2=on", &[write], Some("extended_l2"), true),
-        ("compression_type=zstd", &[write], Some("a compression type"), true),
+        ("compression_type=zstd", &[write], Some("a compression type"), false),
         ("data_file=DATA", &[write], Some("data file"), true),
         ("", &["snapshot", "larger"], Some("prevents it"), true),
         ("", &["bitmap"], Some("bitmaps"), false),

@@ -167,6 +167,7 @@ async fn make(engine: Engine, path: &Path, size: u64) -> Result<()> {
         trust_base: false,
         secrets: Default::default(),
         stands_on_encrypted: Default::default(),
+        never_flushed: false,
     };
     match engine {
         Engine::Zoned => {

@@ -207,6 +207,7 @@ fn make_clone(path: &Path, has_journal: bool) -> Result<()> {
         trust_base: false,
         secrets: Default::default(),
         stands_on_encrypted: Default::default(),
+        never_flushed: false,
     };
     run_worker(IoMode::Auto, async || {
         let options = if has_journal { Qcow2Options::default() } else { Qcow2Options::without_journal() };

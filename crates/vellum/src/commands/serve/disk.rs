@@ -156,6 +156,7 @@ impl Temporary {
             trust_base: options.trust_base,
             secrets: options.secrets.clone(),
             stands_on_encrypted: Arc::default(),
+            never_flushed: false,
         };
         // Nothing in it is needed after a crash.
         let new = Qcow2Options { journal: None, ..Qcow2Options::default() };

@@ -65,10 +65,10 @@ class Medium:
             return None
         flags, uuid, previous, newest, budget, length = struct.unpack_from(">I16s16s16sQI", data, 4)
         zeros = data[68 + min(length, 255):328] + data[336:]
-        if flags > 1 or uuid == bytes(16) or length > 255 or any(zeros):
+        if flags > 3 or uuid == bytes(16) or length > 255 or any(zeros):
             self.lines.append(f"row {number} has something impossible")
         counts = {newest} if flags & 1 else {newest, previous}
-        return {"uuid": uuid, "counts": counts - {bytes(16)}, "budget": budget, "last": be64(data, 328), "used": 0}
+        return {"uuid": uuid, "counts": counts - {bytes(16)}, "budget": budget, "last": be64(data, 328), "used": 0, "needed": flags >> 1}
 
     def entry(self, slot, data):
         if not any(data):
@@ -116,25 +116,34 @@ def check_image(medium, path, base):
     rows = [index for index, row in enumerate(medium.rows) if row and row["uuid"] == uuid]
     need(rows, "the medium has no row for the image")
     row, most = medium.rows[rows[0]], be64(file.read(start, 8))
-    if generation != superblock.generation or number not in row["counts"] or row["last"] < most:
+    counts = generation == superblock.generation and number in row["counts"] and row["last"] >= most
+    if superblock.has_moved and not (counts and row["needed"]):
+        medium.lines.append("units are on the medium alone, and it is not of this state of the image, or may forget them")
+    if not counts:
         print("no unit of the image counts")
         return
     disk = native.Disk(file, superblock, native.File(base) if base else None)
-    parts, found, lost = superblock.unit // SLOT, 0, 0
+    parts, found, lost, moved = superblock.unit // SLOT, 0, 0, 0
     for unit in range(min(superblock.units, 8 * (length - 8))):
         if not file.read(start + 8 + unit // 8, 1)[0] >> unit % 8 & 1:
             continue
         slots = medium.unit(rows[0], unit, most, parts)
+        is_moved = superblock.has_moved and disk.entry(unit) == superblock.moved
+        if is_moved and slots is None:
+            medium.lines.append(f"unit {unit} is on the medium alone, and not there")
+        moved += is_moved
         if slots is None:
             lost += 1
             continue
         found += 1
+        if is_moved:
+            continue
         copy = b"".join(medium.file.read(medium.slots_at + SLOT * slot, SLOT) for slot in slots)
         if copy != disk_bytes(disk, unit * superblock.unit, superblock.unit):
             medium.lines.append(f"unit {unit} is not what the disk reads as")
     if found * superblock.unit > row["budget"]:
         medium.lines.append("the disk has more than its budget")
-    print(f"{found} units on the medium, {lost} with a bit and nothing there")
+    print(f"{found} units on the medium, {lost} with a bit and nothing there, {moved} there alone")
 
 
 def examine(path, image=None, base=None):

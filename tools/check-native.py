@@ -139,6 +139,8 @@ class Superblock:
             *self.fast, medium, _, _, length = struct.unpack_from(">QQ16s16sQI", page, 2152)
             need(medium != bytes(16), "a fast medium without an id")
             need(self.fast[1] > 0 and length <= 511, "a fast medium without bits of units, or with an impossible name")
+        self.has_moved = bool(self.features >> 11 & 1)
+        need(self.fast[1] > 0 or not self.has_moved, "units on a fast medium alone, and no fast medium")
         parts = [struct.unpack_from(">QQQ", page, 1296 + 32 * index) for index in range(8)]
         self.parts = parts if self.has_parts else []
         self.generation = be64(page, 184)
@@ -172,7 +174,7 @@ class Superblock:
 
     def check(self, file):
         need(self.version == 1, "the version is not known")
-        need(self.features >> 11 == 0, "there are unknown incompatible features")
+        need(self.features >> 12 == 0, "there are unknown incompatible features")
         need(self.layout in (0, 1, 2), "the layout is not known")
         self.needs_replay, self.is_table, self.has_base, self.has_snapshots = (
             bool(self.features >> bit & 1) for bit in range(4))
@@ -317,6 +319,11 @@ class Superblock:
     def split(self, entry):
         """The stored unit of an entry, and its form."""
         return (entry & (1 << 27) - 1, entry >> 27) if self.is_zoned else (entry, 0)
+
+    @property
+    def moved(self):
+        """The entry of a unit that only the fast medium has."""
+        return (1 << 27) - 1 if self.is_zoned else (1 << 32) - 1
 
     def zone_of(self, unit):
         """The zone of a stored unit, if it has an entry."""
@@ -486,7 +493,7 @@ class Check:
 
     def is_inside(self, unit):
         """Invariant 3."""
-        if self.sb.is_zoned and not 0 < unit < 1 << 27:
+        if not 0 < unit < self.sb.moved:
             return False
         if self.file.is_device:
             return self.place(unit) + self.sb.unit <= self.file.size
@@ -504,10 +511,18 @@ class Check:
             if entry == 0:
                 continue
             unit, form = self.sb.split(entry)
-            if form and not (unit and form <= self.sb.unit // PAGE and self.sb.zone_of(unit) is not None):
+            if entry == self.sb.moved and self.sb.has_moved and view == "home":
+                self.moved_unit(first + index)
+            elif form and not (unit and form <= self.sb.unit // PAGE and self.sb.zone_of(unit) is not None):
                 self.corrupt(f"3: {view}: unit {first + index} of the disk lies in unit {unit}, which has no form {form}")
             else:
                 self.use(unit, first + index, view)
+
+    def moved_unit(self, unit):
+        """Invariant 10."""
+        start, length = self.sb.fast
+        if unit // 8 + 8 >= length or not self.file.read(start + 8 + unit // 8, 1)[0] >> unit % 8 & 1:
+            self.corrupt(f"10: unit {unit} of the disk is on the fast medium alone, and its bit is not set")
 
     def home_table(self):
         for unit in self.sb.units_of_parts():
@@ -685,6 +700,9 @@ class Disk:
         need(mask != 3, "a mask of 3")
         return ("base", "image", "zero")[mask]
 
+    def entry(self, unit):
+        return be32(self.home.read(self.sb.place_in(self.sb.tables, 4 * unit), 4))
+
     def image(self, at, size):
         if not self.sb.is_table:
             return self.stored(self.sb.data_offset + at, size)
@@ -692,6 +710,7 @@ class Disk:
         number, form = self.sb.split(be32(self.home.read(entry, 4)))
         if number == 0:
             return bytes(size)
+        need(number != self.sb.moved, "a unit of the disk is on the fast medium alone")
         if form and at % self.sb.unit // PAGE == form - 1:
             return self.packed(at, number, form - 1)[at % PAGE:][:size]
         place, within = self.sb.data_offset + (number - 1) * self.sb.unit, at % self.sb.unit

@@ -16,7 +16,8 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use vellum_core::{Context, Error, ErrorKind, GuestOffset, GuestSpan, Random, Result, SharedStorage};
 use vellum_format::fast::{
-    FastId, FastMedium, NamedFast, NewRow, Promoted, Promotion, Reason, RowFacts, TierFacts, Tiers, create,
+    FastId, FastMedium, Moved, NamedFast, NewRow, Promoted, Promotion, Reason, RowFacts, TierFacts, Tiers,
+    create,
 };
 use vellum_io::{File, OpenOptions};
 use vellum_layer::Chain;
@@ -115,6 +116,24 @@ impl PromotedUnits {
         let Promoted { units, there, in_base, zero, written, no_room, no_bit } = done;
         Self { unit_size, promoted: units, there, in_backing: in_base, zero, written, no_room, no_bit }
     }
+}
+
+/// What became of a move, as programs read it.
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct MovedUnits {
+    /// The size of a unit in bytes.
+    pub unit_size: u64,
+    /// Units whose space in the image is free now.
+    pub moved: u64,
+    /// Units whose space was free before.
+    pub there: u64,
+    /// Units that the fast medium has no copy of.
+    pub not_copied: u64,
+    /// Units that are read from the backing image, as a whole or in part.
+    pub not_stored: u64,
+    /// Units that were written meanwhile.
+    pub written: u64,
 }
 
 fn context(path: &Path) -> impl Fn() -> String + '_ {
@@ -227,7 +246,7 @@ pub async fn detach(image: &Path, fast: Option<&Path>, options: &ImageOptions) -
     let named = head.fast();
     kind.format().detach_fast(&storage).await?;
     if let (Some(medium), Some(uuid)) = (medium, head.uuid()) {
-        medium.forget(uuid).await?;
+        medium.forget(uuid, false).await?;
     }
     Ok(named)
 }
@@ -244,6 +263,8 @@ pub struct TierRow {
     pub budget_bytes: u64,
     /// Its copies take this many bytes, as far as is known without the image.
     pub used_bytes: u64,
+    /// Units of it may be here alone.
+    pub is_needed: bool,
 }
 
 fn uuid_text(uuid: [u8; 16]) -> String {
@@ -253,12 +274,13 @@ fn uuid_text(uuid: [u8; 16]) -> String {
 
 fn rows_of(medium: &FastMedium) -> Vec<([u8; 16], TierRow)> {
     let row = |row: RowFacts| {
-        let RowFacts { uuid, name, budget, used, .. } = row;
+        let RowFacts { uuid, name, budget, used, is_needed, .. } = row;
         let facts = TierRow {
             uuid: uuid_text(uuid),
             filename: name,
             budget_bytes: budget.min(medium.room_bytes()),
             used_bytes: used,
+            is_needed,
         };
         (uuid, facts)
     };
@@ -275,11 +297,12 @@ pub async fn rows(fast: &Path) -> Result<(u64, Vec<TierRow>)> {
 }
 
 /// Takes the row of a disk away, without its image, and all that the medium has of the disk. `wanted` is a UUID or a name
-/// that [`rows`] lists. An image that is attached still, and was only not found, has no copies then, and loses nothing.
+/// that [`rows`] lists. An image that is attached still, and was only not found, has no copies then, and loses nothing but the
+/// units that were moved: a disk that has some is refused unless `even_needed`.
 ///
 /// # Errors
-/// `NotFound` where there is no such row, `Invalid` where several have the name, and those of the medium.
-pub async fn forget(fast: &Path, wanted: &str) -> Result<TierRow> {
+/// `Refused` as said, `NotFound` where there is no such row, `Invalid` where several have the name, and those of the medium.
+pub async fn forget(fast: &Path, wanted: &str, even_needed: bool) -> Result<TierRow> {
     let medium = open_medium(fast).await?;
     let mut found = rows_of(&medium);
     found.retain(|(_, row)| row.uuid == wanted || row.filename == wanted);
@@ -290,7 +313,7 @@ pub async fn forget(fast: &Path, wanted: &str) -> Result<TierRow> {
         )),
         1 => {
             let (uuid, row) = found.remove(0);
-            medium.forget(uuid).await?;
+            medium.forget(uuid, even_needed).await?;
             Ok(row)
         }
         _ => Err(Error::invalid(format!(
@@ -350,6 +373,36 @@ pub async fn demote(image: &Path, fast: &Path, ranges: &Ranges, options: &ImageO
     done.and_then(|done| closed.map(|()| done))
 }
 
+/// Copies ranges of a closed image to its fast medium, unless they are there, and frees their space in the image. With
+/// `only_copied`, of the ranges only what is there.
+///
+/// # Errors
+/// As above; `Unsupported` where the image has snapshots, `Corrupt` for a copy that is not the same.
+pub async fn move_away(
+    image: &Path,
+    fast: &Path,
+    (ranges, only_copied): (&Ranges, bool),
+    options: &ImageOptions,
+) -> Result<MovedUnits> {
+    let medium = open_medium(fast).await?;
+    let chain = open_image(image, &ImageOptions { fast: Some(medium), ..options.clone() }).await?;
+    let done = move_in(&chain, ranges, only_copied).await;
+    let closed = chain.close().await;
+    done.and_then(|done| closed.map(|()| done))
+}
+
+pub(crate) async fn move_in(chain: &Chain, ranges: &Ranges, only_copied: bool) -> Result<MovedUnits> {
+    let tier = tier_of(chain)?;
+    let spans = ranges.spans(chain.disk().geometry().size)?;
+    if !only_copied {
+        let promotion = Promotion { ranges: spans.clone(), reason: Reason::Asked, copies_base: false };
+        tier.promote(promotion).await?;
+    }
+    let Moved { units, there, not_copied, not_stored, written } = tier.move_away(&spans).await?;
+    let unit_size = tier.facts().unit_bytes;
+    Ok(MovedUnits { unit_size, moved: units, there, not_copied, not_stored, written })
+}
+
 pub(crate) fn tier_of(chain: &Chain) -> Result<&Arc<dyn Tiers>> {
     chain.tier().ok_or_else(|| {
         Error::unsupported(
@@ -388,6 +441,7 @@ pub fn facts_json(facts: &TierFacts) -> Value {
         "unit-size": facts.unit_bytes,
         "units": facts.units,
         "units-by-reason": reasons,
+        "moved": facts.moved,
         "disk-units": facts.disk_units,
         "strip": facts.strip.to_vec(),
         "used-bytes": facts.used,
@@ -397,6 +451,7 @@ pub fn facts_json(facts: &TierFacts) -> Value {
         "slow-reads": facts.slow_reads[0],
         "slow-read-bytes": facts.slow_reads[1],
         "failed-reads": facts.failed_reads,
+        "lost-reads": facts.lost_reads,
         "promoted": facts.promoted,
         "promoted-by-reason": by_reason(facts.promoted_by),
         "demoted": facts.demoted,

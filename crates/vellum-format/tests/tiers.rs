@@ -6,6 +6,8 @@ mod common;
 mod explorer;
 #[path = "tiers/media.rs"]
 mod media;
+#[path = "tiers/moved.rs"]
+mod moved;
 #[path = "tiers/trials.rs"]
 mod trials;
 
@@ -39,19 +41,23 @@ fn all(name: &str, setup: &Setup, programs: u64) {
     assert!(one.is_some() || counts.fast_units > counts.states / 8, "{counts:?}");
     assert!(one.is_some() || setup.put_back_one_in == 0 || counts.put_back > counts.states / 8, "{counts:?}");
     assert!(one.is_some() || !setup.snapshots || counts.snapshots > 0, "{counts:?}");
+    assert!(one.is_some() || !setup.moves || counts.moved_units > counts.states / 20, "{counts:?}");
+    assert!(one.is_some() || !setup.moves || counts.refused_alone > counts.states / 8, "{counts:?}");
+    let refuses = setup.moves && setup.put_back_one_in > 0;
+    assert!(one.is_some() || !refuses || counts.refused > counts.put_back / 50, "{counts:?}");
 }
 
 /// In the words that a soak adds up.
 #[allow(clippy::print_stderr, reason = "how much was looked at is worth knowing")]
 fn tell(name: &str, counts: &Counts, violations: u64, begun: Instant) {
-    let Counts { programs, crashes, states, judged, fast_units, nested, put_back, snapshots, reverted } =
-        *counts;
+    let Counts { programs, crashes, states, judged, fast_units, nested, put_back, .. } = *counts;
+    let Counts { snapshots, reverted, moved_units, refused, refused_alone, .. } = *counts;
     let seconds = begun.elapsed().as_secs_f64();
     let rate = states as f64 / seconds.max(0.1);
     eprintln!(
         "explored tiers, {name}: {programs} programs, {crashes} crashes, {states} states, {judged} judged, {nested} nested, \
          {put_back} with a medium of another time, {fast_units} units read from it, {snapshots} snapshots read, {reverted} \
-         reverts, {violations} violations; {seconds:.1} s of a core, {rate:.0} states per second"
+         reverts, {moved_units} units moved, {refused} refused with a medium of another time, {refused_alone} without one, {violations} violations; {seconds:.1} s of a core, {rate:.0} states per second"
     );
 }
 
@@ -92,6 +98,36 @@ fn explored_several_guests() {
 fn a_copy_of_the_superblock_is_durable_before_the_other_is_written() {
     let setup = Setup::over_a_base().several().with_snapshots();
     explore(&setup, 44, &mut HashSet::new()).unwrap();
+}
+
+/// Units whose space in the image is free.
+#[test]
+fn explored_moves() {
+    all("moves", &Setup::table().moving(), 22);
+    all("moves, put back", &Setup::table().moving().putting_back(), 22);
+    all("moves, over a base", &Setup::over_a_base().moving().putting_back(), 20);
+    all("moves, large units", &Setup::large_units().moving().putting_back(), 17);
+}
+
+#[test]
+fn explored_moves_in_zones() {
+    all("moves, zoned", &Setup::zoned().moving().putting_back(), 22);
+    all("moves, zoned, several guests", &Setup::zoned().several().moving().putting_back(), 17);
+    all("moves, snapshots", &Setup::table().with_snapshots().moving().putting_back(), 20);
+}
+
+#[test]
+fn explored_moves_of_several_guests() {
+    all("moves, several guests", &Setup::table().several().moving().putting_back(), 20);
+    all("moves, several guests, demotions", &Setup::table().demoting().moving().putting_back(), 20);
+    all("moves, two disks", &Setup::table().several().moving().beside_another(), 20);
+}
+
+#[test]
+fn explored_moves_with_faults() {
+    all("moves, faults", &Setup::table().faulty().moving().putting_back(), 28);
+    all("moves, faults, several guests", &Setup::over_a_base().several().faulty().moving(), 17);
+    all("moves, faults, zoned", &Setup::zoned().several().faulty().moving().putting_back(), 17);
 }
 
 /// Slots go from one disk to the other.

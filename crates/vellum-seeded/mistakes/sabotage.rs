@@ -228,6 +228,32 @@ pub enum Bug {
     PlainInJournal,
     /// A part of a sector of an encrypted disk is written without the rest of it.
     RestOfSectorLost,
+    /// The bit of a unit is cleared although only the fast medium has it.
+    ClearedWhileMoved,
+    /// An image whose units are on a medium alone is opened with one on which nothing counts.
+    MovedOpened,
+    /// And with one that lacks some of them.
+    MissingOpened,
+    /// A move draws no new number for its opening.
+    MovedWithoutSession,
+    /// Units are moved while there are snapshots.
+    MovedBesideSnapshot,
+    /// A snapshot is made while units are moved.
+    SnapshotOfMoved,
+    /// The medium does not know that it is needed.
+    RowNotNeeded,
+    /// One copy of the superblock says that the medium is needed.
+    MovedSaidOnce,
+    /// A copy is not compared before its unit is freed.
+    MovedUnproven,
+    /// A unit is moved although it was written meanwhile.
+    MovedThoughWritten,
+    /// A copy of an image takes over the row that units of the other one are in alone.
+    NeededRowTaken,
+    /// Bytes that come back have no checks.
+    BackUnchecked,
+    /// Programs without the medium do not look whether it is needed.
+    MovedForgotten,
 }
 
 thread_local! {

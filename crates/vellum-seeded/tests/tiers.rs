@@ -8,6 +8,9 @@ mod common;
 #[path = "../../vellum-format/tests/tiers/explorer.rs"]
 mod explorer;
 #[allow(dead_code, reason = "other tests use the rest")]
+#[path = "../../vellum-format/tests/tiers/moved.rs"]
+mod moved;
+#[allow(dead_code, reason = "other tests use the rest")]
 #[path = "../../vellum-format/tests/tiers/trials.rs"]
 mod trials;
 
@@ -46,6 +49,40 @@ fn by_the_explorer() {
 fn by_the_explorer_with_several_guests() {
     for bug in [Bug::ClearNotAwaited, Bug::MarkKept, Bug::CopiedBesideWriters] {
         found_by(&Setup::table().several(), bug);
+    }
+}
+
+#[test]
+fn of_moves_by_the_explorer() {
+    for bug in [Bug::ClearedWhileMoved, Bug::BackUnchecked] {
+        found_by(&Setup::table().moving(), bug);
+    }
+    found_by(&Setup::table().moving().putting_back(), Bug::MissingOpened);
+}
+
+#[test]
+fn of_moves_by_the_explorer_with_several_guests() {
+    found_by(&Setup::table().several().moving(), Bug::MovedThoughWritten);
+}
+
+#[test]
+#[allow(clippy::print_stderr, reason = "how each is found is worth knowing")]
+fn of_moves_by_trials() {
+    for (bug, trial) in [
+        (Bug::MovedOpened, moved::a_medium_of_another_time_is_refused as fn() -> trials::Trial),
+        (Bug::MissingOpened, moved::a_medium_of_another_time_is_refused),
+        (Bug::MovedWithoutSession, moved::a_copy_from_before_the_move_takes_nothing_away),
+        (Bug::NeededRowTaken, moved::a_copy_from_before_the_move_takes_nothing_away),
+        (Bug::MovedBesideSnapshot, moved::snapshots_and_moved_units_exclude_each_other),
+        (Bug::SnapshotOfMoved, moved::snapshots_and_moved_units_exclude_each_other),
+        (Bug::RowNotNeeded, moved::an_image_is_not_used_without_its_medium),
+        (Bug::MovedSaidOnce, moved::an_image_is_not_used_without_its_medium),
+        (Bug::MovedForgotten, moved::an_image_is_not_used_without_its_medium),
+        (Bug::MovedUnproven, moved::a_copy_that_is_not_the_same_is_not_the_only_one),
+        (Bug::ClearedWhileMoved, moved::what_is_moved_is_read_written_and_brought_back),
+    ] {
+        let Err(found) = with(bug, trial) else { panic!("{bug:?} is not found") };
+        eprintln!("{bug:?}: {found}");
     }
 }
 

@@ -263,6 +263,20 @@ pub enum Request {
         #[serde(default)]
         demote: bool,
     },
+    /// Copy ranges of a disk to its fast medium, unless they are there, and free their space in the image. `tier-promote` with
+    /// `demote` brings them back. Answered when that is done.
+    #[serde(rename_all = "kebab-case")]
+    TierMove {
+        /// The export of the disk; the only disk when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        disk: Option<String>,
+        /// Offset and length of each, in bytes; all of the disk when there are none.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        ranges: Vec<(u64, u64)>,
+        /// Of the ranges only what is there already.
+        #[serde(default)]
+        only_copied: bool,
+    },
     /// Change the pins of a disk, look up where their files are, and make its fast medium have them. Without a change,
     /// only look them up again. Answered when that is done.
     TierPin {
@@ -459,7 +473,7 @@ impl MigrateStep {
 pub const PROTOCOL_VERSION: u32 = 1;
 
 /// All commands, by their names.
-pub const COMMANDS: [&str; 37] = [
+pub const COMMANDS: [&str; 38] = [
     "hello",
     "stats",
     "pause",
@@ -479,6 +493,7 @@ pub const COMMANDS: [&str; 37] = [
     "flash-drain",
     "tier-status",
     "tier-promote",
+    "tier-move",
     "tier-pin",
     "tier-times",
     "snapshot-create",

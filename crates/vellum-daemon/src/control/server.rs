@@ -161,6 +161,7 @@ impl Control {
             | Request::FlashDrain { disk }
             | Request::TierStatus { disk }
             | Request::TierPromote { disk, .. }
+            | Request::TierMove { disk, .. }
             | Request::TierPin { disk, .. }
             | Request::TierTimes { disk, .. }
             | Request::Resize { disk, .. }
@@ -360,6 +361,10 @@ impl Control {
                     true => json!({ "demoted": disk.demote(&ranges).await? }),
                     false => json!(disk.promote(&ranges).await?),
                 }
+            }
+            Request::TierMove { disk, ranges, only_copied } => {
+                let ranges = Ranges { ranges: ranges.clone(), copies_base: false };
+                json!(self.disks.find(disk.as_deref())?.move_away(&ranges, *only_copied).await?)
             }
             Request::TierPin { disk, add, remove } => {
                 let change = PinChange { add: add.clone(), remove: remove.clone() };

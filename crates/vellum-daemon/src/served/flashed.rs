@@ -68,6 +68,19 @@ impl Served {
         tier::demote_in(chain.as_ref().ok_or_else(|| self.is_closed())?, ranges).await
     }
 
+    /// Frees the space in the image of ranges that its fast medium has.
+    ///
+    /// # Errors
+    /// As above.
+    pub(crate) async fn move_away(
+        &self,
+        ranges: &tier::Ranges,
+        only_copied: bool,
+    ) -> Result<tier::MovedUnits> {
+        let chain = self.chain_to_change().await?;
+        tier::move_in(chain.as_ref().ok_or_else(|| self.is_closed())?, ranges, only_copied).await
+    }
+
     /// Changes what it does with the flash cache.
     ///
     /// # Errors

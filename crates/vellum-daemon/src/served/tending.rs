@@ -116,8 +116,16 @@ impl Served {
 
 async fn tend(served: &Served, has_ended: &AtomicBool) {
     let (mut changed, mut pause) = (clock().now(), OFTEN);
+    let mut has_lost = false;
     while !has_ended.load(Ordering::Acquire) {
         let has_more = served.disk.tend(clock().now()).await;
+        if !has_lost && served.has_lost_reads() {
+            has_lost = true;
+            tracing::warn!(
+                "{}: units that are on its fast medium alone cannot be read: the guest gets I/O errors there",
+                served.path().display()
+            );
+        }
         let now = clock().now();
         if served.record.work.take() || has_more {
             (changed, pause) = (now, OFTEN);

@@ -87,6 +87,12 @@ impl Served {
         Some(facts_json(&tier.facts()))
     }
 
+    /// Whether reads failed of units that only its fast medium has.
+    pub(super) fn has_lost_reads(&self) -> bool {
+        let Some(chain) = self.chain.try_read() else { return false };
+        chain.as_ref().and_then(|chain| chain.tier()).is_some_and(|tier| tier.lost_reads() > 0)
+    }
+
     /// Counts what is read from now on, if that is wanted: before the first request.
     pub(super) fn count_heat(&self) {
         let Some(chain) = self.chain.try_read().filter(|_| self.how.warms) else { return };

@@ -216,7 +216,7 @@ pub(super) fn parse_super(page: &[u8], storage_len: u64) -> Result<(FastId, Layo
 }
 
 /// What the medium stores about one disk.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Row {
     /// The UUID of the disk's image.
     pub(super) uuid: [u8; 16],
@@ -225,6 +225,8 @@ pub(super) struct Row {
     pub(super) newest: Option<SessionNumber>,
     /// The number before the newest does not count any more.
     pub(super) only_newest: bool,
+    /// Units of the disk may be here alone: nothing of it is taken away.
+    pub(super) is_needed: bool,
     /// Its copies take at most this many bytes.
     pub(super) budget: u64,
     /// The sequence of its last promotion that wrote entries.
@@ -241,7 +243,7 @@ impl Row {
 
     pub(super) fn encode(&self, row: u16) -> Vec<u8> {
         let mut bytes = vec![0; ROW_LEN];
-        put32(&mut bytes, 4, u32::from(self.only_newest));
+        put32(&mut bytes, 4, u32::from(self.only_newest) | u32::from(self.is_needed) << 1);
         bytes[8..24].copy_from_slice(&self.uuid);
         for (at, number) in [(24, self.previous), (40, self.newest)] {
             bytes[at..at + 16].copy_from_slice(&number.map_or([0; 16], SessionNumber::bytes));
@@ -270,6 +272,7 @@ impl Row {
             previous: number(24),
             newest: number(40),
             only_newest: be32(bytes, 4) & 1 == 1,
+            is_needed: be32(bytes, 4) & 2 == 2,
             budget: be64(bytes, 56),
             last: be64(bytes, LAST_AT),
             name: name.unwrap_or_default(),
@@ -333,6 +336,7 @@ mod tests {
             previous: None,
             newest: number,
             only_newest: true,
+            is_needed: true,
             budget: 7 << 20,
             last: 1 << 40,
             name: "n".repeat(NAME_MAX),
@@ -385,6 +389,7 @@ mod tests {
             previous: Some(number(1)),
             newest: Some(number(2)),
             only_newest: false,
+            is_needed: false,
             budget: 0,
             last: 0,
             name: String::new(),

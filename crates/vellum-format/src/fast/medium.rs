@@ -61,6 +61,8 @@ pub struct RowFacts {
     pub used: u64,
     /// Whether the disk is open in this process.
     pub is_open: bool,
+    /// Units of the disk may be here alone.
+    pub is_needed: bool,
 }
 
 /// What was done to the medium since it was opened.
@@ -255,6 +257,7 @@ impl FastMedium {
                 budget: row.budget,
                 used: u64::from(state.used[index]) * SLOT_BYTES,
                 is_open: state.open[index],
+                is_needed: row.is_needed,
             })
         });
         facts.collect()
@@ -280,9 +283,7 @@ impl FastMedium {
                 })?,
             };
             let before = state.rows[usize::from(row)].take();
-            let (previous, newest, only_newest, last) = before
-                .map_or((None, None, false, 0), |row| (row.previous, row.newest, row.only_newest, row.last));
-            let now = Row { uuid, previous, newest, only_newest, budget, last, name };
+            let now = Row { budget, name, ..before.unwrap_or(Row { uuid, ..Row::default() }) };
             let bytes = now.encode(row);
             state.rows[usize::from(row)] = Some(now);
             (row, bytes)
@@ -291,17 +292,28 @@ impl FastMedium {
     }
 
     /// Takes the row of a disk away, and with it all that the medium has of the disk. Durable when it returns. Whether
-    /// there was one.
+    /// there was one. Units that are here alone are lost, where `even_needed` allows that.
     ///
     /// # Errors
-    /// `Locked` while the disk is open, and the errors of the storage.
-    pub async fn forget(&self, uuid: [u8; 16]) -> Result<bool> {
+    /// `Locked` while the disk is open, `Refused` where units of it may be here alone, and the errors of the storage.
+    pub async fn forget(&self, uuid: [u8; 16], even_needed: bool) -> Result<bool> {
         let _one = self.tables.lock().await;
         let row = {
             let mut state = lock(&self.state);
             let Some(row) = state.row_of(uuid) else { return Ok(false) };
             if state.open[usize::from(row)] {
                 return Err(Error::new(ErrorKind::Locked, format!("{}: the disk is open", self.name())));
+            }
+            if let Some(row) =
+                state.rows[usize::from(row)].as_ref().filter(|row| row.is_needed && !even_needed)
+            {
+                let (medium, name) = (self.name(), &row.name);
+                return Err(Error::new(
+                    ErrorKind::Refused,
+                    format!(
+                        "{medium}: units of {name} are on it alone: bring them back first (`vellum tier move --back`)"
+                    ),
+                ));
             }
             state.open[usize::from(row)] = true;
             state.free_all_of(row);
@@ -630,6 +642,22 @@ impl OpenRow {
         let row = self.row;
         let bytes = self.with_row(|it| {
             it.only_newest = true;
+            it.encode(row)
+        });
+        self.medium.write_row(row, bytes).await
+    }
+
+    /// Whether the row says so.
+    pub(crate) fn is_needed(&self) -> bool {
+        self.with_row(|row| row.is_needed)
+    }
+
+    /// Makes the row say, durably, that units of the disk are here alone, or that none is.
+    pub(crate) async fn say_needed(&self, is_needed: bool) -> Result<()> {
+        let _one = self.medium.tables.lock().await;
+        let row = self.row;
+        let bytes = self.with_row(|it| {
+            it.is_needed = is_needed;
             it.encode(row)
         });
         self.medium.write_row(row, bytes).await

@@ -22,4 +22,4 @@ mod named;
 pub use layout::{FastId, Reason, SLOT_BYTES};
 pub use medium::{FastCounts, FastMedium, NewRow, RowFacts, create};
 pub(crate) use medium::{OpenRow, Part};
-pub use named::{FAST_NAME_MAX, NamedFast, Promoted, Promotion, STRIP_PARTS, TierFacts, Tiers};
+pub use named::{FAST_NAME_MAX, Moved, NamedFast, Promoted, Promotion, STRIP_PARTS, TierFacts, Tiers};

@@ -22,6 +22,8 @@ pub struct NamedFast {
     pub number: Option<SessionNumber>,
     /// The session counts: the image was not changed without the medium since.
     pub counts: bool,
+    /// It may be the only one that has a unit, so that the image is not opened without it.
+    pub is_needed: bool,
 }
 
 /// Which ranges of a disk are promoted, and why.
@@ -54,6 +56,21 @@ pub struct Promoted {
     pub no_bit: u64,
 }
 
+/// What became of the units of a move.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Moved {
+    /// Only the fast medium has them now.
+    pub units: u64,
+    /// Only the fast medium had them before.
+    pub there: u64,
+    /// The fast medium has no copy of them.
+    pub not_copied: u64,
+    /// Parts of them are read from the base, or nothing of them is stored.
+    pub not_stored: u64,
+    /// They were written meanwhile.
+    pub written: u64,
+}
+
 /// The state of an open image's tier.
 #[derive(Debug, Clone)]
 pub struct TierFacts {
@@ -65,6 +82,10 @@ pub struct TierFacts {
     pub units: u64,
     /// How many of them for which reason, in the order of [`Reason::ALL`].
     pub by_reason: [u64; 4],
+    /// How many of them only the fast medium has.
+    pub moved: u64,
+    /// Reads of those that the fast medium failed.
+    pub lost_reads: u64,
     /// How many units the disk has.
     pub disk_units: u64,
     /// Of how many units it has something in each of these equal parts of the disk.
@@ -94,6 +115,8 @@ impl Default for TierFacts {
             unit_bytes: 0,
             units: 0,
             by_reason: [0; 4],
+            moved: 0,
+            lost_reads: 0,
             disk_units: 0,
             strip: [0; STRIP_PARTS],
             used: 0,
@@ -116,14 +139,25 @@ pub trait Tiers: Send + Sync {
     /// `ReadOnly` for an image or a medium that is only read, why the medium is not used, and the errors of both.
     fn promote(&self, promotion: Promotion) -> LocalFuture<'_, Result<Promoted>>;
 
-    /// Takes units back that the fast medium has. How many.
+    /// Frees the space of units in the image of which the fast medium has a copy that was read back and is the same. From
+    /// the first one on the image needs the medium.
     ///
     /// # Errors
-    /// Those of the image.
+    /// As for [`promote`](Self::promote); `Unsupported` while there are snapshots, `Corrupt` for a copy that is not the same.
+    fn move_away<'a>(&'a self, ranges: &'a [GuestSpan]) -> LocalFuture<'a, Result<Moved>>;
+
+    /// Takes units back that the fast medium has. Those that only it has are copied back first. How many. Without any
+    /// left of these, the image does not need the medium any more.
+    ///
+    /// # Errors
+    /// Those of the image, and for units that only the fast medium has those of the medium.
     fn demote<'a>(&'a self, ranges: &'a [GuestSpan]) -> LocalFuture<'a, Result<u64>>;
 
     /// What there is to know.
     fn facts(&self) -> TierFacts;
+
+    /// How many reads failed of units that only the fast medium has.
+    fn lost_reads(&self) -> u64;
 
     /// The size of a unit in bytes.
     fn unit_bytes(&self) -> u64;

@@ -19,13 +19,24 @@ use crate::fast::FastId;
 /// Names a fast medium in the image.
 pub(super) async fn attach_fast(image: &SharedStorage, id: FastId, name: &str) -> Result<()> {
     let attached = async {
-        finish(image).await?;
         let mut superblocks = Superblocks::read(&**image).await?;
         if superblocks.superblock.is_encrypted() {
             return Err(Error::unsupported(
                 "the image is encrypted, and the fast medium would have copies of its data as they are: keep the image \
                  itself on fast storage, or copy it into one that is not encrypted (`vellum convert`)",
             ));
+        }
+        if superblocks.superblock.has_moved {
+            // Nothing but the name can be another.
+            if superblocks.superblock.needs_replay() {
+                return Err(superblocks.superblock.replay_first(image.name()));
+            }
+            if superblocks.superblock.fast().is_none_or(|named| named.id != id) {
+                superblocks.superblock.may_do_without_fast()?;
+            }
+        } else {
+            finish(image).await?;
+            superblocks = Superblocks::read(&**image).await?;
         }
         let largest = match superblocks.superblock.has_snapshots() {
             true => snapshots(image).await?.into_iter().map(|one| one.size).max().unwrap_or(0),

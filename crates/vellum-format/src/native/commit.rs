@@ -280,7 +280,7 @@ impl Map for Native {
             drop(units.giving.lock().await); // a running preparation ends, and no other begins
         }
         self.end_compaction().await;
-        self.end_promoting().await;
+        self.end_promoting().await?;
         self.record_all().await?;
         self.keep_filled().await?;
         self.commit().await?;

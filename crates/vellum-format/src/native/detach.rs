@@ -148,7 +148,7 @@ async fn zero_in_place(image: &SharedStorage, over: GuestSpan, stop: &AtomicBool
                         span.start()
                     )));
                 }
-                Origin::Host(_) | Origin::NoUnit => {}
+                Origin::Host(_) | Origin::NoUnit | Origin::Moved => {}
             }
         }
     }
@@ -179,6 +179,8 @@ async fn zero_places(native: &Native, image: &SharedStorage, span: GuestSpan) ->
 
 impl Native {
     async fn prepare_alone(&self, mark: u64, stop: &dyn Fn() -> bool) -> Result<()> {
+        // The last step makes the bits of units void.
+        self.superblocks.lock().await.superblock.may_do_without_fast()?;
         let mut rest = over_base(self)?.unwrap_or_else(|| GuestOffset::ZERO.span(0));
         while !rest.is_empty() {
             // Tables in memory are looked at without any waiting.
@@ -199,7 +201,7 @@ impl Native {
                 match part.from {
                     Origin::Below | Origin::Zero => self.zero_unseen(span).await?,
                     Origin::Broken => return Err(self.broken(span.start())),
-                    Origin::Embedded(_) | Origin::Host(_) | Origin::NoUnit => {}
+                    Origin::Embedded(_) | Origin::Host(_) | Origin::NoUnit | Origin::Moved => {}
                 }
             }
         }

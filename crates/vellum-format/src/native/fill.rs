@@ -54,7 +54,7 @@ impl Native {
     async fn plan_claimed(&self, part: GuestSpan) -> Result<Option<Planned>> {
         let number = self.cell_of(part.start()).index();
         let (entry, form) = self.find(|| self.entry_and_form(number)).await?;
-        if form != 0 || self.find(|| self.is_held(number)).await? {
+        if form != 0 || entry == self.places.moved_number() || self.find(|| self.is_held(number)).await? {
             return Ok(None);
         }
         let mut planned = Planned::new(part);

@@ -69,7 +69,7 @@ impl Format for NativeFormat {
 
     fn recover<'a>(&'a self, image: &'a SharedStorage) -> LocalFuture<'a, Result<Recovery>> {
         Box::pin(async move {
-            changeable(image).await?;
+            may_change_at_all(image).await?;
             recover(image).await
         })
     }
@@ -184,7 +184,7 @@ impl Format for NativeFormat {
         name: &'a str,
     ) -> LocalFuture<'a, Result<()>> {
         Box::pin(async move {
-            changeable(image).await?;
+            may_change_at_all(image).await?;
             attach_fast(image, id, name).await
         })
     }
@@ -256,6 +256,13 @@ async fn set_pin(image: &SharedStorage, pin: &Pin) -> Result<()> {
 
 /// Checks that neither a migration nor a flash cache keeps the image from being changed.
 async fn changeable(image: &SharedStorage) -> Result<()> {
+    may_change_at_all(image).await?;
+    let superblock = Superblocks::read(&**image).await?.superblock;
+    superblock.may_do_without_fast().context(|| format!("{} can't be changed alone", image.name()))
+}
+
+/// As above, also where units are on the fast medium alone.
+async fn may_change_at_all(image: &SharedStorage) -> Result<()> {
     let superblock = Superblocks::read(&**image).await?.superblock;
     may_change(image.name(), superblock.handover)?;
     may_use(image.name(), superblock.session(), None)
@@ -448,6 +455,9 @@ fn fast_facts(fast: NamedFast) -> Fact {
     let mut facts: Vec<(&'static str, Fact)> =
         vec![("id", fast.id.to_string().into()), ("name", fast.name.into())];
     facts.push(("counts", fast.counts.into()));
+    if fast.is_needed {
+        facts.push(("is-needed", true.into()));
+    }
     Fact::Group(facts)
 }
 

@@ -550,9 +550,14 @@ impl Places {
 
     /// The highest possible number of a stored unit.
     pub fn unit_max(&self) -> u32 {
+        self.moved_number() - 1
+    }
+
+    /// The number in the entry of a unit that only the fast medium has. No stored unit has it.
+    pub fn moved_number(&self) -> u32 {
         match self.shape.zone() {
             Some(_) => (1 << UNIT_BITS) - 1,
-            None => u32::MAX - 1,
+            None => u32::MAX,
         }
     }
 
@@ -562,9 +567,10 @@ impl Places {
         [entry(word >> 32), entry(word)].map(|entry| self.split_entry(entry).0)
     }
 
-    /// The higher of the two.
+    /// The higher of the two. That of a unit which only the fast medium has is none.
     pub fn last_unit(&self, word: u64) -> u32 {
-        self.units_in(word).into_iter().max().expect("two")
+        let stored = self.units_in(word).into_iter().filter(|unit| *unit != self.moved_number());
+        stored.max().unwrap_or(0)
     }
 
     /// The number of units of a zone; 0 without zones.
@@ -579,7 +585,7 @@ impl Places {
     pub fn zone_of(&self, unit: u32) -> Option<(u32, u32)> {
         let per_zone = self.units_per_zone();
         let zone = (unit - 1).checked_div(per_zone)?;
-        (zone < self.zones()).then(|| (zone, (unit - 1) % per_zone))
+        (zone < self.zones() && unit != self.moved_number()).then(|| (zone, (unit - 1) % per_zone))
     }
 
     /// The bit of a recorded unit, for which the table alone counts.
@@ -661,8 +667,11 @@ mod tests {
     fn entries_of_zones_have_forms() {
         let places = Places::plan(shape(1 << 30, zoned(16, 26), None), MIB).unwrap();
         assert_eq!(places.split_entry(places.make_entry(5, 31)), (5, 31));
-        assert_eq!(places.split_entry(u32::MAX), (places.unit_max(), 31));
+        assert_eq!(places.split_entry(u32::MAX), (places.moved_number(), 31));
         assert_eq!(places.units_in(u64::from(places.make_entry(9, 1)) << 32 | 7), [9, 7]);
+        let moved = places.moved_number();
+        assert_eq!(places.last_unit(u64::from(moved) << 32 | 7), 7, "no stored unit");
+        assert!(!places.may_hold(moved, u64::MAX, true) && places.zone_of(moved).is_none());
         assert_eq!(
             (places.zone_of(1), places.zone_of(1024), places.zone_of(1025)),
             (Some((0, 0)), Some((0, 1023)), Some((1, 0)))

@@ -146,6 +146,8 @@ pub(super) enum Origin {
     Embedded(ImageOffset),
     /// The image has the run, and it is zero: no unit holds it.
     NoUnit,
+    /// The image has the run, and only its fast medium has the bytes.
+    Moved,
     /// Zero, over the base.
     Zero,
     Below,
@@ -231,6 +233,9 @@ impl Native {
         let (number, form) = self.entry_and_form(unit.cluster_of(at).index())?;
         if number == 0 {
             return Ok((Origin::NoUnit, left));
+        }
+        if number == self.places.moved_number() {
+            return Ok((Origin::Moved, left));
         }
         let start = self.places.unit(number).start();
         if form == 0 {

@@ -69,6 +69,7 @@ pub mod snapshots;
 pub mod superblock;
 mod table_places;
 mod tier;
+mod tier_move;
 mod tier_state;
 pub mod unfinished;
 mod units;

@@ -89,7 +89,9 @@ impl Native {
         for _ in 0..=unfinished::ROWS.len() {
             let opened = Self::open_inner(image.clone(), below.clone(), options.clone()).await;
             let (native, found) = match opened.context(context)? {
-                Opened::Whole(native) => return Ok(native.with_fast(options.fast.as_ref()).await),
+                Opened::Whole(native) => {
+                    return native.with_fast(options.fast.as_ref()).await.context(context);
+                }
                 Opened::Unfinished(native, found) => (native, found),
             };
             let metadata = Tallied::shared(image.clone(), options.tally.metadata.clone());
@@ -99,7 +101,7 @@ impl Native {
                 Then::Replay | Then::Clear | Then::Revert => {}
                 Then::Delete => {
                     let native = goes_on.expect("found in an image that was opened");
-                    return Ok(native.with_fast(options.fast.as_ref()).await);
+                    return native.with_fast(options.fast.as_ref()).await.context(context);
                 }
             }
         }
@@ -139,6 +141,9 @@ impl Native {
         let superblocks = Superblocks::read(&*metadata).await?;
         let superblock = &superblocks.superblock;
         may_use(image.name(), superblock.session(), options.flash)?;
+        if options.fast.is_none() {
+            superblock.may_do_without_fast()?;
+        }
         if !read_only {
             crate::handover::may_change(image.name(), superblock.handover)?;
         }
@@ -338,7 +343,8 @@ impl Space {
         match places.shape().layout {
             Layout::Table(_) | Layout::Zoned { .. } => {
                 let views = Views::read(image, places, superblock.has_snapshots()).await?;
-                let units = read_units(home, places, image, &views).await?;
+                let has_moved = superblock.has_moved;
+                let units = read_units(home, places, image, &views, has_moved).await?;
                 Ok(units.map(|units| Self { units: Some(units), views: Some(views) }))
             }
             _ => Ok(Some(Self::default())),
@@ -353,6 +359,7 @@ async fn read_units(
     places: &Places,
     image: &SharedStorage,
     views: &Views,
+    has_moved: bool,
 ) -> Result<Option<Units>> {
     // A disk that is being reverted may already have entries of the snapshot, whose disk may be larger.
     let reverted = views.reverted_size();
@@ -386,6 +393,9 @@ async fn read_units(
             }
             let (entry, form) = places.split_entry(u32::try_from(raw).expect("32 bits"));
             let index = first + number;
+            if has_moved && entry == places.moved_number() && form == 0 && index < units {
+                continue; // it has no unit here
+            }
             if index >= units && reverted.is_none() {
                 goes_on = true;
                 continue;

@@ -145,6 +145,7 @@ impl Native {
             Origin::Embedded(block) => self.read_embedded(at, block, buffer).await,
             Origin::Below => self.read_base(self.below.as_ref(), at, buffer).await,
             Origin::Broken => Err(self.broken(at)),
+            Origin::Moved => Box::pin(self.read_moved(at, buffer)).await,
             Origin::NoUnit | Origin::Zero => {
                 buffer.fill(0);
                 Ok(buffer)
@@ -181,7 +182,10 @@ impl Native {
                 Origin::Host(host) => self.map_host(span, host, &mut extents).await?,
                 Origin::NoUnit => extents.push(Extent { span, place: self.nothing() }),
                 Origin::Zero => extents.push(Extent { span, place: Place::Zero { allocated: false } }),
-                Origin::Embedded(_) => extents.push(Extent { span, place: Place::Compressed }),
+                // It is read through the disk alone.
+                Origin::Embedded(_) | Origin::Moved => {
+                    extents.push(Extent { span, place: Place::Compressed });
+                }
                 Origin::Below => self.map_base(span, &mut extents),
                 Origin::Broken => return Err(self.broken(span.start())),
             }

@@ -122,17 +122,10 @@ mod incompatible {
     pub(super) const SESSION: u64 = 1 << 9;
     /// Guest data is encrypted.
     pub(super) const ENCRYPTED: u64 = 1 << 10;
-    pub(super) const KNOWN: u64 = REPLAY
-        | TABLE
-        | BASE
-        | SNAPSHOTS
-        | ZONED
-        | PARTS
-        | CLONED
-        | HANDOVER
-        | HOLDS_WRITES
-        | SESSION
-        | ENCRYPTED;
+    /// The fast medium may be the only one that has a unit.
+    pub(super) const MOVED: u64 = 1 << 11;
+    /// All of the above.
+    pub(super) const KNOWN: u64 = (MOVED << 1) - 1;
 }
 
 /// Compatible features: a program that does not know one may ignore it.
@@ -266,6 +259,7 @@ pub struct Superblock {
     session_generation: u64,
     /// The fast medium that it names.
     fast: Option<Fast>,
+    pub(crate) has_moved: bool, // the fast medium may be the only one that has a unit
 }
 
 impl Superblock {
@@ -292,6 +286,7 @@ impl Superblock {
             session: None,
             session_generation: 0,
             fast: None,
+            has_moved: false,
         })
     }
 
@@ -380,6 +375,7 @@ impl Superblock {
             )?,
             session_generation: be64(&*page, field::SESSION_GENERATION),
             fast,
+            has_moved: features & incompatible::MOVED != 0,
             page: Page(page),
         };
         if (features & incompatible::SESSION != 0) != superblock.counts_without_journal() {
@@ -409,6 +405,7 @@ impl Superblock {
                 self.embeds && self.is_encrypted(),
                 "it is encrypted, and its units may hold their own entries, which no encrypted image has",
             ),
+            (self.has_moved && self.fast.is_none(), "units are on a fast medium alone, and none is named"),
             (self.sequence == 0 || self.sequence == u64::MAX, "the sequence is impossible"),
             (self.generation == u64::MAX, "the generation is impossible"),
         ];
@@ -456,6 +453,7 @@ impl Superblock {
             (self.handover.is_some_and(|handover| !handover.allows_writing()), incompatible::HANDOVER),
             (self.session.is_some_and(|session| session.holds_writes()), incompatible::HOLDS_WRITES),
             (self.counts_without_journal(), incompatible::SESSION),
+            (self.has_moved, incompatible::MOVED),
         ] {
             features |= if is_set { bit } else { 0 };
         }

@@ -23,6 +23,8 @@
 //! 7. The bits in memory and on the medium count only while `counts`; before the first promotion of such an opening they
 //!    are all cleared, durably.
 //!
+//! 8. A unit that only the fast medium has (`tier_move.rs`) is copied back before its bit is cleared.
+//!
 //! Left out: a record that carries a small write together with the cleared bit, which would save its flush.
 
 use std::ops::Range;
@@ -42,7 +44,7 @@ use super::tier_state::{Copied, Leaving, State, Tally, Tier};
 use crate::engine::Commit as _;
 use crate::epochs::{Epochs, Inside};
 use crate::fast::{
-    FastMedium, OpenRow, Part, Promoted, Promotion, Reason, SLOT_BYTES, STRIP_PARTS, TierFacts, Tiers,
+    FastMedium, Moved, OpenRow, Part, Promoted, Promotion, Reason, SLOT_BYTES, STRIP_PARTS, TierFacts, Tiers,
 };
 use crate::hash::{HashMap, HashSet};
 use crate::state::{UnderWay, lock};
@@ -76,9 +78,15 @@ impl Native {
         let row = medium.open_row(uuid)?;
         let last = self.find(|| self.home.word(self.places.fast_sequence())).await?;
         let counts = named.counts && named.number.is_some_and(|number| row.counts(number, last));
+        let moved = self.moved_units().await?;
+        if !counts && !moved.is_empty() {
+            return Err(self.medium_is_wrong(medium, moved.len()));
+        }
+        self.may_take_row(medium, &row, counts)?;
         let mut state = State::default();
         if counts {
             state.copied = self.copied_units(&row, last).await?;
+            self.note_moved(medium, &mut state, &moved)?;
             state.lost = self.lost_units(&state.copied).await?;
             let kept: HashSet<u32> =
                 state.copied.values().flat_map(|copied| copied.slots.iter().copied()).collect();
@@ -123,7 +131,7 @@ impl Native {
             let is_ours = parts.first().is_some_and(|part| part.sequence <= last);
             if is_complete && is_ours && self.find(|| self.home.get(bit)).await? == 1 {
                 let slots = parts.iter().map(|part| part.slot).collect();
-                copied.insert(unit, Copied { slots, reason: parts[0].reason });
+                copied.insert(unit, Copied { slots, reason: parts[0].reason, is_moved: false });
             }
         }
         Ok(copied)
@@ -155,14 +163,20 @@ impl Native {
     }
 
     /// Puts the fast medium beside the image, if it can be used. An image that names another one, or none, is open without.
-    pub(super) async fn with_fast(self: Arc<Self>, medium: Option<&Arc<FastMedium>>) -> Arc<Self> {
+    ///
+    /// # Errors
+    /// Why it cannot be used, for an image that needs it.
+    pub(super) async fn with_fast(self: Arc<Self>, medium: Option<&Arc<FastMedium>>) -> Result<Arc<Self>> {
         // A snapshot is read from the slow medium: the bits are about the disk.
         if let Some(medium) = medium.filter(|_| self.view.is_none())
             && let Err(error) = self.open_tier(medium).await
         {
+            if self.superblocks.lock().await.superblock.has_moved {
+                return Err(error);
+            }
             drop(self.tier_trouble.set(error));
         }
-        self
+        Ok(self)
     }
 
     /// Whether a fast medium was given to it, whether or not it can be used.
@@ -170,11 +184,12 @@ impl Native {
         self.tier.get().is_some() || self.tier_trouble.get().is_some()
     }
 
-    /// Waits until no promotion is under way. The image is closed, so none begins.
-    pub(super) async fn end_promoting(&self) {
-        if let Some(tier) = self.tier.get() {
-            drop(tier.begun.lock().await);
-        }
+    /// Waits until no promotion is under way. The image is closed, so none begins. If all moved units have come back, it does
+    /// not need its medium any more.
+    pub(super) async fn end_promoting(&self) -> Result<()> {
+        let Some(tier) = self.tier.get().filter(|_| !self.engine.geometry.read_only) else { return Ok(()) };
+        drop(tier.begun.lock().await);
+        self.end_moving(tier).await
     }
 
     /// Lets another opening have the row. No request is left.
@@ -189,7 +204,7 @@ impl Native {
         self.tier.get().is_some_and(|tier| tier.counts.load(SeqCst))
     }
 
-    fn units_of_span(&self, span: GuestSpan) -> Range<u64> {
+    pub(super) fn units_of_span(&self, span: GuestSpan) -> Range<u64> {
         let unit = self.unit().expect("only a table has a tier");
         match span.is_empty() {
             true => 0..0,
@@ -218,6 +233,10 @@ impl Native {
             (Tier::within(&range, state.copied.keys(), |unit| state.copied.contains_key(unit)), lost)
         });
         self.clear_bits(tier, &copied).await?;
+        // Those that were not cleared: the image has nothing of them.
+        for unit in &copied {
+            self.bring_back(tier, *unit).await?;
+        }
         self.clear_bits(tier, &lost).await?;
         self.end_clearing(tier, |unit| range.contains(&unit)).await?;
         tier.tally.demoted.fetch_add(copied.len() as u64, SeqCst);
@@ -225,7 +244,7 @@ impl Native {
     }
 
     /// Makes the clears of these units durable, if they are not.
-    async fn end_clearing(&self, tier: &Tier, which: impl Fn(u64) -> bool) -> Result<()> {
+    pub(super) async fn end_clearing(&self, tier: &Tier, which: impl Fn(u64) -> bool) -> Result<()> {
         let clearing: Vec<u64> =
             tier.with(|state| state.clearing.iter().copied().filter(|unit| which(*unit)).collect());
         if clearing.is_empty() {
@@ -258,6 +277,9 @@ impl Native {
             tier.with(|state| {
                 for unit in units {
                     let Some(bit) = self.places.fast_bit(*unit) else { continue };
+                    if state.copied.get(unit).is_some_and(|copied| copied.is_moved) {
+                        continue; // it is copied back first
+                    }
                     self.home.change(bit.word, |word| bit.set(word, 0));
                     state.clearing.insert(*unit);
                     state.lost.remove(unit);
@@ -347,6 +369,11 @@ impl Native {
                 }
                 Ok(buffer)
             }
+            // The image has nothing of it.
+            Err(error) if self.is_moved(tier, span.start()) => {
+                tier.tally.lost.fetch_add(1, SeqCst);
+                Err(error.context(self.out_of_reach_text(span.start())))
+            }
             Err(_) => {
                 tier.tally.failed.fetch_add(1, SeqCst);
                 Tally::note(&tier.tally.slow, span.len());
@@ -356,7 +383,7 @@ impl Native {
     }
 
     /// Begins a session with the fast medium, before the first promotion of an opening.
-    async fn begin_fast(&self, tier: &Tier) -> Result<()> {
+    pub(super) async fn begin_fast(&self, tier: &Tier) -> Result<()> {
         let context = || format!("{}: can't begin a session with its fast medium", self.engine.name);
         self.begin_journal().await?;
         let counted = tier.counts.load(SeqCst);
@@ -484,7 +511,7 @@ impl Native {
     }
 
     /// What the disk has of a unit.
-    fn span_of_unit(&self, unit: u64) -> GuestSpan {
+    pub(super) fn span_of_unit(&self, unit: u64) -> GuestSpan {
         let size = self.unit().expect("only a table has a tier");
         let start = GuestOffset::new(unit << size.shift());
         start.span(size.bytes().min(self.engine.geometry.size - start.bytes()))
@@ -618,7 +645,8 @@ impl Native {
                     }
                     let bit = bit_of(*unit);
                     self.home.change(bit.word, |word| bit.set(word, 1));
-                    state.copied.insert(*unit, Copied { slots: slots.clone(), reason: round.reason });
+                    let copied = Copied { slots: slots.clone(), reason: round.reason, is_moved: false };
+                    state.copied.insert(*unit, copied);
                     set += 1;
                 }
                 self.home.change(sequence, |_| round.sequence);
@@ -667,8 +695,17 @@ impl Tiers for Native {
                 let _inside = tier.epochs.enter();
                 count += self.end_copies(tier, self.units_of_span(range)).await?;
             }
+            self.end_moving(tier).await?;
             tier.free_slots();
             Ok(count)
+        })
+    }
+
+    fn move_away<'a>(&'a self, ranges: &'a [GuestSpan]) -> LocalFuture<'a, Result<Moved>> {
+        Box::pin(async move {
+            let tier = self.used_tier()?;
+            let moved = self.move_units(tier, ranges).await;
+            moved.context(|| format!("{}: can't move units to its fast medium", self.engine.name))
         })
     }
 
@@ -691,6 +728,7 @@ impl Tiers for Native {
         facts.disk_units = self.places.shape().units();
         for (unit, copied) in &lock(&tier.state).copied {
             facts.units += 1;
+            facts.moved += u64::from(copied.is_moved);
             facts.by_reason[index_of(copied.reason)] += 1;
             let part = |unit: u64| {
                 let part = u128::from(unit) * STRIP_PARTS as u128 / u128::from(facts.disk_units.max(1));
@@ -700,12 +738,22 @@ impl Tiers for Native {
             facts.strip[from..upto.max(from + 1).min(STRIP_PARTS)].iter_mut().for_each(|units| *units += 1);
         }
         let get = |number: &AtomicU64| number.load(SeqCst);
-        let Tally { fast, slow, failed, promoted, demoted } = &tier.tally;
+        if facts.trouble.is_none() && get(&tier.tally.lost) > 0 {
+            facts.trouble = Some(Error::new(
+                ErrorKind::Io,
+                format!("{}: units that are there alone could not be read", tier.row.medium().name()),
+            ));
+        }
+        let Tally { fast, slow, failed, lost, promoted, demoted } = &tier.tally;
         (facts.fast_reads, facts.slow_reads) = (fast.each_ref().map(get), slow.each_ref().map(get));
         facts.promoted_by = promoted.each_ref().map(get);
         facts.promoted = facts.promoted_by.iter().sum();
-        (facts.failed_reads, facts.demoted) = (get(failed), get(demoted));
+        (facts.failed_reads, facts.lost_reads, facts.demoted) = (get(failed), get(lost), get(demoted));
         facts
+    }
+
+    fn lost_reads(&self) -> u64 {
+        self.tier.get().map_or(0, |tier| tier.tally.lost.load(SeqCst))
     }
 
     fn unit_bytes(&self) -> u64 {

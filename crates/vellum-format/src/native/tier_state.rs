@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use vellum_core::{BlockSize, GuestSpan};
+use vellum_core::{BlockSize, GuestSpan, Result};
 
 use crate::epochs::Epochs;
 use crate::fast::{OpenRow, Reason};
@@ -17,6 +17,8 @@ use super::heat::Heat;
 pub(super) struct Copied {
     pub(super) slots: Arc<[u32]>,
     pub(super) reason: Reason,
+    /// The image has nothing of it any more.
+    pub(super) is_moved: bool,
 }
 
 /// Slots that readers may still be looking at, or that a bit on the medium may still lead to.
@@ -45,12 +47,19 @@ pub(super) struct Tally {
     pub(super) fast: [AtomicU64; 2],
     pub(super) slow: [AtomicU64; 2],
     pub(super) failed: AtomicU64,
+    /// Reads that failed of units that only the fast medium has.
+    pub(super) lost: AtomicU64,
     /// By reason.
     pub(super) promoted: [AtomicU64; 4],
     pub(super) demoted: AtomicU64,
 }
 
 impl Tally {
+    /// A read of what only the fast medium has.
+    pub(super) fn note_lost<T>(&self, read: &Result<T>) {
+        self.lost.fetch_add(u64::from(read.is_err()), SeqCst);
+    }
+
     pub(super) fn note(numbers: &[AtomicU64; 2], bytes: u64) {
         numbers[0].fetch_add(1, SeqCst);
         numbers[1].fetch_add(bytes, SeqCst);
@@ -127,7 +136,8 @@ impl Tier {
         let Some(heat) = self.heat.get() else { return Vec::new() };
         let mut cold: Vec<(u16, u64)> = {
             let state = lock(&self.state);
-            let warm = state.copied.iter().filter(|(_, copied)| copied.reason == Reason::Heat);
+            let warm =
+                state.copied.iter().filter(|(_, copied)| copied.reason == Reason::Heat && !copied.is_moved);
             let cold = warm.map(|(unit, _)| *unit).filter(|unit| heat.is_cold(*unit));
             cold.map(|unit| (heat.heat(unit), unit)).collect()
         };

@@ -290,6 +290,7 @@ impl Writer for Native {
         {
             return Ok(Way::After(LookAgain));
         }
+        self.refuse_moved(span, &parts)?;
         let place = |part: &Part| match part.from {
             Origin::Host(at) => Some((at, part.len)),
             _ => None,

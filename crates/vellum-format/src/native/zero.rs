@@ -145,6 +145,7 @@ impl Native {
         if parts.iter().all(|part| matches!(part.from, Origin::NoUnit | Origin::Zero)) {
             return Ok(Done::Yes);
         }
+        self.refuse_moved(part, &parts)?;
         // Partly covered sub-blocks of the base are written as data. What is left are whole sub-blocks, and
         // the image's bytes.
         let inner = self.write_edges(part).await?;

@@ -108,3 +108,76 @@ fn a_golden_medium_is_read_for_ever() {
         }
     }
 }
+
+/// The same with all of their units moved that can be.
+fn write_missing_moved() {
+    let list = directory().join("units-alone.txt");
+    let mut lines = std::fs::read_to_string(&list).unwrap_or_default();
+    for name in PAIRS {
+        let at = directory().join(format!("{name}-alone.vlm.zst"));
+        if at.exists() {
+            continue;
+        }
+        let image = unpacked(&format!("{name}-with-medium.vlm.zst"));
+        let medium = unpacked(&format!("{name}-medium.fast.zst"));
+        let crc = crc32c::crc32c(&content(&image));
+        let moved = block_on(async {
+            let shared: SharedStorage = medium.clone();
+            let fast = Some(FastMedium::open(shared, Random::from_seed(3)).await.expect("it opens"));
+            let disk = open_with(&image, OpenOptions { fast, ..OpenOptions::default() })
+                .await
+                .expect("a sound image");
+            for snapshot in disk.snapshots().expect("a list") {
+                disk.snapshot_delete(&snapshot.name).await.expect("deleted");
+            }
+            let all = [GuestOffset::ZERO.span(disk.geometry().size)];
+            let moved = disk.move_away(&all).await.expect("moved").units;
+            disk.close().await.expect("closed");
+            moved
+        });
+        let pack =
+            |storage: &MemoryStorage| zstd::encode_all(&storage.content().to_vec()[..], 19).expect("packed");
+        std::fs::write(at, pack(&image)).expect("written");
+        std::fs::write(directory().join(format!("{name}-alone.fast.zst")), pack(&medium)).expect("written");
+        lines += &format!("{name} {moved} {crc:08x}\n");
+    }
+    std::fs::write(list, lines).expect("written");
+}
+
+#[test]
+fn golden_moved_units_are_read_for_ever() {
+    if std::env::var("VELLUM_GOLDEN").is_ok_and(|value| value == "write") {
+        write_missing_moved();
+    }
+    let dir = Dir::new("golden-moved");
+    let base = dir.put("base.raw", &base_bytes());
+    let list = std::fs::read_to_string(directory().join("units-alone.txt")).expect("the list");
+    assert_eq!(list.lines().count(), PAIRS.len(), "{list}");
+    for line in list.lines() {
+        let words: Vec<&str> = line.split(' ').collect();
+        let [name, units, crc] = words[..] else { panic!("{line}") };
+        let units: u64 = units.parse().expect(line);
+        assert!(units > 1, "{line}");
+        let image = unpacked(&format!("{name}-alone.vlm.zst"));
+        let medium = unpacked(&format!("{name}-alone.fast.zst"));
+        let paths =
+            [dir.put("medium", &medium.content().to_vec()), dir.put("image", &image.content().to_vec())];
+        block_on(async {
+            let alone = open_with(&image, OpenOptions { read_only: true, ..OpenOptions::default() }).await;
+            assert_eq!(alone.err().expect("refused").kind(), vellum_core::ErrorKind::Refused, "{name}");
+            let shared: SharedStorage = medium.clone();
+            let fast = FastMedium::open(shared, Random::from_seed(2)).await.expect("it opens");
+            let options = OpenOptions { fast: Some(fast), ..OpenOptions::default() };
+            let disk = open_with(&image, options).await.expect("a sound image");
+            assert_eq!(disk.facts().moved, units, "{name}");
+            let len = usize::try_from(disk.geometry().size).expect("a small disk");
+            let read = disk.read(GuestOffset::ZERO, Buffer::for_overwrite(len)).await.expect("it is read");
+            assert_eq!(format!("{:08x}", crc32c::crc32c(&read.to_vec())), crc, "{name}");
+            disk.close().await.expect("closed");
+        });
+        if let Some((code, text)) = other(&paths[0], &paths[1], &base) {
+            assert_eq!(code, Some(0), "{name}: {text}");
+            assert!(text.contains(&format!("{units} there alone")), "{name}: {text}");
+        }
+    }
+}

@@ -25,7 +25,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_lite::future::block_on;
-use vellum_core::{Buffer, Disk, GuestOffset, ImageOffset, Random, Result as CoreResult, SharedStorage};
+use vellum_core::{
+    Buffer, Disk, ErrorKind, GuestOffset, ImageOffset, Random, Result as CoreResult, SharedStorage,
+};
 use vellum_format::FormatKind;
 use vellum_format::fast::{FastId, FastMedium, NewRow, Tiers, create as create_fast};
 use vellum_format::native::{CreateOptions, Native, OpenOptions, create};
@@ -65,6 +67,8 @@ pub(crate) struct Setup {
     pub(crate) snapshots: bool,
     /// One state in this many has the medium of another time; none where zero.
     pub(crate) put_back_one_in: u64,
+    /// Units are moved: their space in the image is free.
+    pub(crate) moves: bool,
     /// Another disk has copies on the medium, too.
     pub(crate) other: bool,
     /// At most this many positions of a program.
@@ -85,6 +89,7 @@ impl Setup {
             demotes: false,
             snapshots: false,
             put_back_one_in: 0,
+            moves: false,
             other: false,
             positions: 100,
             nested_one_in: 300,
@@ -126,6 +131,10 @@ impl Setup {
         Self { snapshots: true, ..self }
     }
 
+    pub(crate) fn moving(self) -> Self {
+        Self { moves: true, nested_one_in: 150, ..self }
+    }
+
     pub(crate) fn putting_back(self) -> Self {
         Self { put_back_one_in: 2, nested_one_in: 150, ..self }
     }
@@ -163,6 +172,12 @@ pub(crate) struct Counts {
     pub(crate) snapshots: u64,
     /// Programs that went on from a snapshot.
     pub(crate) reverted: u64,
+    /// Units that only the fast medium had in these states.
+    pub(crate) moved_units: u64,
+    /// States in which a medium of another time was refused, because units are on the right one alone.
+    pub(crate) refused: u64,
+    /// States in which the image was refused without a medium.
+    pub(crate) refused_alone: u64,
 }
 
 impl std::ops::AddAssign for Counts {
@@ -176,6 +191,9 @@ impl std::ops::AddAssign for Counts {
         self.put_back += other.put_back;
         self.snapshots += other.snapshots;
         self.reverted += other.reverted;
+        self.moved_units += other.moved_units;
+        self.refused += other.refused;
+        self.refused_alone += other.refused_alone;
     }
 }
 
@@ -327,6 +345,22 @@ async fn open_both(
     Ok((native, other))
 }
 
+/// As above, with the medium also where it was not to be there, if the image is not opened without it.
+async fn open_as_it_can_be(
+    setup: &Setup,
+    (image, other): (SharedStorage, SharedStorage),
+    (fast, is_there): (SharedStorage, bool),
+    seed: u64,
+) -> CoreResult<(Arc<Native>, Option<Arc<Native>>)> {
+    let without = is_there.then(|| fast.clone());
+    match open_both(setup, image.clone(), other.clone(), without, seed).await {
+        Err(error) if setup.moves && !is_there && error.kind() == ErrorKind::Refused => {
+            open_both(setup, image, other, Some(fast), seed).await
+        }
+        opened => opened,
+    }
+}
+
 /// Runs a program from these images, on which the guest finds `initial`.
 fn run(setup: &Setup, images: &Images, initial: &Content, seed: u64) -> (Run, Result<(), String>) {
     let mut random = Random::from_seed(seed);
@@ -365,10 +399,9 @@ fn run(setup: &Setup, images: &Images, initial: &Content, seed: u64) -> (Run, Re
     let closes = random.below(4) > 0;
     let outcome = world.run(async {
         let shared = || -> (SharedStorage, SharedStorage) { (image.clone(), fast.clone()) };
-        let with = |storage: SharedStorage, is_there: bool| is_there.then_some(storage);
         let is_there = !random.one_in(6);
         let (mut native, mut beside) =
-            open_both(setup, shared().0, other.clone(), with(shared().1, is_there), seed).await?;
+            open_as_it_can_be(setup, (shared().0, other.clone()), (shared().1, is_there), seed).await?;
         let mut first_error = Ok(());
         if several {
             let mut tasks = Vec::new();
@@ -409,8 +442,9 @@ fn run(setup: &Setup, images: &Images, initial: &Content, seed: u64) -> (Run, Re
                     }
                     let is_there = !random.one_in(4);
                     let seed = seed ^ (number as u64) << 32;
-                    let fast = with(shared().1, is_there);
-                    (native, beside) = open_both(setup, shared().0, other.clone(), fast, seed).await?;
+                    let (image, fast) = shared();
+                    let images = (image, other.clone() as SharedStorage);
+                    (native, beside) = open_as_it_can_be(setup, images, (fast, is_there), seed).await?;
                     continue;
                 }
                 if let (Some(other), true) = (&beside, random.one_in(4)) {
@@ -517,8 +551,9 @@ fn judge(
     setup: &Setup,
     images: &Images,
     expectation: &Expectation,
+    is_put_back: bool,
     counts: &mut Counts,
-) -> Result<Found, String> {
+) -> Result<Option<Found>, String> {
     counts.judged += 1;
     let digest = images.digest();
     let is_stubborn = digest.is_multiple_of(2);
@@ -526,13 +561,24 @@ fn judge(
     let chain = |error: vellum_core::Error| error.chain();
     block_on(async {
         let medium = medium_of(Some(fast.clone()), 3).await.map_err(chain)?;
-        let native = open_with(&setup.image, image.clone(), medium.clone(), None)
-            .await
-            .map_err(|error| format!("cannot be opened: {}", error.chain()))?;
+        let native = match open_with(&setup.image, image.clone(), medium.clone(), None).await {
+            // Never read as anything else. With a medium of its own time it is always opened.
+            Err(error)
+                if setup.moves
+                    && is_put_back
+                    && matches!(error.kind(), ErrorKind::Changed | ErrorKind::Refused) =>
+            {
+                counts.refused += 1;
+                return Ok(None);
+            }
+            opened => opened.map_err(|error| format!("cannot be opened: {}", error.chain()))?,
+        };
         let found = whole(&*native).await?;
         expectation.check(&found).map_err(|violation| violation.to_string())?;
         let fast_units = native.facts().units;
         counts.fast_units += fast_units;
+        let moved_units = native.facts().moved;
+        counts.moved_units += moved_units;
         // Each is read in some states: their reading is not what is new here. It takes an image that was closed.
         let names: Vec<String> = match setup.snapshots && digest % 8 == 1 {
             true => native.snapshots().map_err(chain)?.into_iter().map(|snapshot| snapshot.name).collect(),
@@ -545,7 +591,17 @@ fn judge(
         image.lose_cache();
         // The recovery is done, so nothing but a copy can be read differently. Where there is none, the image was read.
         let alone: SharedStorage = Medium::new(image.content());
-        if fast_units > 0 || !names.is_empty() {
+        let head = FormatKind::Native.format().read(&*alone).await.map_err(chain)?;
+        if head.fast().is_some_and(|named| named.is_needed) {
+            counts.refused_alone += 1;
+            match open(setup, alone.clone(), None, 4).await {
+                Err(error) if error.kind() == ErrorKind::Refused => {}
+                Err(error) => return Err(format!("alone: {}", error.chain())),
+                Ok(_) => return Err("opened alone, although units are on the medium alone".to_owned()),
+            }
+        } else if moved_units > 0 {
+            return Err("units are moved, and the image does not say so".to_owned());
+        } else if fast_units > 0 || !names.is_empty() {
             let native = open(setup, alone.clone(), None, 4).await.map_err(chain)?;
             differs("the image alone", &found, &whole(&*native).await?)?;
             if !names.is_empty() {
@@ -573,7 +629,7 @@ fn judge(
             let opened = open_with(&of_other, other, None, None).await.map_err(chain)?;
             differs("the other disk alone", &content, &whole(&*opened).await?)?;
         }
-        Ok(Found { disk: found, image: image.content(), snapshots })
+        Ok(Some(Found { disk: found, image: image.content(), snapshots }))
     })
 }
 
@@ -662,10 +718,11 @@ fn explore_from(
                             "depth {depth}, crash at {position:?} ({of_image:?} of the image, {whence} of the fast medium): {what}"
                         )
                     };
-                    let found = judge(setup, &left, &expectation, counts).map_err(|what| {
+                    let found = judge(setup, &left, &expectation, is_put_back, counts).map_err(|what| {
                         let dump = std::env::var_os("VELLUM_EXPLORE_DUMP").is_some();
                         at(if dump { format!("{what}\n{}", run.events_before(position)) } else { what })
                     })?;
+                    let Some(found) = found else { continue };
                     let goes_on = depth < 2
                         && left.image.shown.is_none()
                         && left.fast.shown.is_none()

@@ -170,7 +170,7 @@ fn a_budget_is_kept_and_slots_come_back() {
             ensure(disk.demote(&[unit_span(2)]).await.map_err(chain)? == 1, "it is taken back")?;
             disk.close().await.map_err(chain)?;
             drop(disk);
-            ensure(medium.forget([7; 16]).await.map_err(chain)?, "the row is there")?;
+            ensure(medium.forget([7; 16], false).await.map_err(chain)?, "the row is there")?;
             ensure(medium.free_bytes() == medium.room_bytes(), "all slots are free")
         })
         .unwrap();

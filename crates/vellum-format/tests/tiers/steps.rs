@@ -34,6 +34,8 @@ async fn step_of_snapshots(random: &mut Random, native: &Native) -> CoreResult<(
         false => native.snapshot_delete(name).await,
     };
     match done {
+        // Units that are moved are in the way.
+        Err(error) if error.kind() == ErrorKind::Unsupported => Ok(()),
         Err(error) if matches!(error.kind(), ErrorKind::Invalid | ErrorKind::NotFound) => Ok(()),
         done => done,
     }
@@ -57,6 +59,10 @@ pub(super) async fn step(
         Buffer::copy_of(&bytes)
     };
     let fua = WriteFlags { fua: random.one_in(12) };
+    if setup.moves && random.one_in(6) {
+        let range = span(some_unit(random), 1 + random.below(3 * unit));
+        return move_away(native, range).await;
+    }
     if setup.snapshots && random.one_in(12) {
         return step_of_snapshots(random, native).await;
     }
@@ -112,10 +118,16 @@ async fn promote(random: &mut Random, native: &Native, range: GuestSpan) -> Core
     or_open_without(native.promote(promotion).await.map(drop))
 }
 
-/// Where the image is open without its medium, there is nothing to do.
+async fn move_away(native: &Native, range: GuestSpan) -> CoreResult<()> {
+    or_open_without(native.move_away(&[range]).await.map(drop))
+}
+
+/// Where the image is open without its medium, or has snapshots where it must not, there is nothing to do.
 fn or_open_without(done: CoreResult<()>) -> CoreResult<()> {
     match done {
-        Err(error) if error.kind() == vellum_core::ErrorKind::Unsupported => Ok(()),
+        // The medium has units of another time of the image alone.
+        Err(error) if error.kind() == ErrorKind::Refused => Ok(()),
+        Err(error) if error.kind() == ErrorKind::Unsupported => Ok(()),
         done => done,
     }
 }

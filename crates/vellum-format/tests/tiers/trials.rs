@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use vellum_core::{
-    Buffer, Disk, GuestOffset, GuestSpan, ImageOffset, Random, Result as CoreResult, SharedStorage,
-    WriteFlags,
+    Buffer, Disk, GuestOffset, GuestSpan, ImageOffset, Random, Result as CoreResult, SharedDisk,
+    SharedStorage, WriteFlags,
 };
 use vellum_format::FormatKind;
 use vellum_format::fast::{FastId, FastMedium, NewRow, Promoted, Promotion, Reason, Tiers, create};
@@ -62,6 +62,10 @@ impl Both {
         FastMedium::open(self.fast.clone(), Random::from_seed(seed)).await
     }
 
+    pub(crate) fn below(&self) -> Option<SharedDisk> {
+        self.setup.below()
+    }
+
     async fn open_on(
         &self,
         image: SharedStorage,
@@ -97,14 +101,14 @@ impl Both {
     }
 
     /// Damages one sector of the medium's entries, those of the first slots.
-    fn damage_entries(&self) -> Arc<Drive> {
+    pub(crate) fn damage_entries(&self) -> Arc<Drive> {
         let mut content = self.fast.content();
         content.write(ImageOffset::new(520 << 10), &[0x5A; 512]);
         Drive::from_content(&self.world, content, DriveOptions::default())
     }
 
     /// A copy of what a drive has now.
-    fn copy_of(&self, drive: &Drive) -> Arc<Drive> {
+    pub(crate) fn copy_of(&self, drive: &Drive) -> Arc<Drive> {
         Drive::from_content(&self.world, drive.content(), DriveOptions::default())
     }
 }
@@ -384,7 +388,7 @@ pub(crate) fn another_disk_does_not_read_what_its_row_had_before() -> Trial {
         drop(disk);
         let before = both.fast.content();
         let medium = both.medium(2).await.map_err(chain)?;
-        ensure(medium.forget([7; 16]).await.map_err(chain)?, "it had a row")?;
+        ensure(medium.forget([7; 16], false).await.map_err(chain)?, "it had a row")?;
         let other = both.another(&medium).await?;
         drop(medium);
         let disk = both.open_on(other.clone(), Some(both.fast.clone()), 3).await?;

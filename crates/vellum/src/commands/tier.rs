@@ -13,7 +13,7 @@ use vellum_daemon::tier::{self, FastFor, Ranges, facts_json};
 use vellum_daemon::{ImageOptions, IoMode, run as run_worker};
 
 use super::Outcome;
-use super::tier_disk::{OfDisk, WithFast, in_use, options_of, say_units};
+use super::tier_disk::{OfDisk, WithFast, in_use, options_of, say_moved, say_units};
 use super::tier_files::{self, PinArgs, UnpinArgs};
 use crate::args::{AllowArgs, OutputFormat, parse_size};
 use crate::output::{human_bytes, printable, say, say_json, table};
@@ -41,6 +41,7 @@ enum Verb {
     Unpin(UnpinArgs),
     Promote(PromoteArgs),
     Demote(DemoteArgs),
+    Move(MoveArgs),
 }
 
 /// A fast medium that is made or used for an image.
@@ -121,6 +122,9 @@ struct ForgetArgs {
     /// Output format
     #[arg(long, value_enum, default_value_t)]
     output: OutputFormat,
+    /// Also a disk with units that only the medium has (`vellum tier move`): they are lost
+    #[arg(long)]
+    force: bool,
     /// The disk: a UUID or a name that `vellum tier list` shows
     #[arg(value_name = "UUID|NAME")]
     row: String,
@@ -193,6 +197,31 @@ struct DemoteArgs {
     with: WithFast,
 }
 
+/// Free the space that parts of a disk take in its image: only the fast medium has them then
+///
+/// What the fast medium has no copy of is copied first. Each copy is read back and compared before its space is freed.
+///
+/// From then on the disk is not opened without that medium, and what is lost with the medium is lost. The guest still writes to the
+/// image alone: a part that is written is copied back first. Snapshots are not possible meanwhile, nor is what changes the image
+/// without its medium (resize, flatten, check -r). `--back` copies parts home; when nothing is left, all of that is as before.
+#[derive(clap::Args)]
+struct MoveArgs {
+    /// A part of the disk, such as 1G+64M; may be given several times
+    #[arg(long, value_name = "OFFSET+LENGTH", value_parser = parse_range, required_unless_present_any = ["all", "copied"])]
+    range: Vec<(u64, u64)>,
+    /// The whole disk
+    #[arg(long, conflicts_with_all = ["range", "copied"])]
+    all: bool,
+    /// What the fast medium has a copy of already, such as pinned files
+    #[arg(long, conflicts_with_all = ["range", "back"])]
+    copied: bool,
+    /// Copy them back to the image, and take them from the fast medium
+    #[arg(long)]
+    back: bool,
+    #[command(flatten)]
+    with: WithFast,
+}
+
 /// Offset and length of a part of a disk.
 fn parse_range(text: &str) -> Result<(u64, u64)> {
     let bad = || Error::invalid(format!("invalid range {text:?}: use OFFSET+LENGTH, for example 1G+64M"));
@@ -212,6 +241,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
         Verb::Unpin(args) => tier_files::unpin(args),
         Verb::Promote(args) => promote(args),
         Verb::Demote(args) => demote(args),
+        Verb::Move(args) => move_units(args),
     }
 }
 
@@ -284,8 +314,8 @@ fn list(args: &ListArgs) -> Outcome {
 }
 
 fn forget(args: &ForgetArgs) -> Outcome {
-    let row =
-        run_worker(IoMode::Auto, async || tier::forget(&args.fast, &args.row).await)?.map_err(in_use)?;
+    let row = run_worker(IoMode::Auto, async || tier::forget(&args.fast, &args.row, args.force).await)?
+        .map_err(in_use)?;
     match args.output {
         OutputFormat::Json => say_json(&json!(row)),
         OutputFormat::Human => {
@@ -349,6 +379,13 @@ fn status_text(name: &str, answer: &Value) -> String {
             budget => format!("of a budget of {}", human_bytes(budget)),
         };
         lines.push(format!("{units} units ({copied}) are copied; they take {used}, {budget}"));
+        if number("moved") > 0 {
+            let moved = human_bytes(number("moved") * unit);
+            lines.push(format!(
+                "{} of them ({moved}) are there alone: the disk needs this medium",
+                number("moved")
+            ));
+        }
         for (reason, count) in answer["units-by-reason"].as_object().into_iter().flatten() {
             if count.as_u64().is_some_and(|count| count > 0) {
                 lines.push(format!("  {reason}: {count}"));
@@ -413,8 +450,36 @@ fn promote(args: &PromoteArgs) -> Outcome {
 }
 
 fn demote(args: &DemoteArgs) -> Outcome {
+    take_back(&args.range, &args.with)
+}
+
+fn move_units(args: &MoveArgs) -> Outcome {
+    if args.back {
+        return take_back(&args.range, &args.with);
+    }
     let ranges = Ranges { ranges: args.range.clone(), copies_base: false };
-    let asked = args.with.ask(|disk| Request::TierPromote {
+    let only_copied = args.copied;
+    let asked =
+        args.with.ask(|disk| Request::TierMove { disk, ranges: ranges.ranges.clone(), only_copied })?;
+    let answer = match asked {
+        Some(answer) => answer,
+        None => {
+            let (image, fast, options) = args.with.closed();
+            let done = run_worker(IoMode::Auto, async || {
+                tier::move_away(&image, &fast, (&ranges, only_copied), &options).await
+            })?;
+            json!(done.map_err(in_use)?)
+        }
+    };
+    if !args.with.says_json(&answer) {
+        say_moved(&answer);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn take_back(range: &[(u64, u64)], with: &WithFast) -> Outcome {
+    let ranges = Ranges { ranges: range.to_vec(), copies_base: false };
+    let asked = with.ask(|disk| Request::TierPromote {
         disk,
         ranges: ranges.ranges.clone(),
         copy: false,
@@ -423,13 +488,13 @@ fn demote(args: &DemoteArgs) -> Outcome {
     let answer = match asked? {
         Some(answer) => answer,
         None => {
-            let (image, fast, options) = args.with.closed();
+            let (image, fast, options) = with.closed();
             let units =
                 run_worker(IoMode::Auto, async || tier::demote(&image, &fast, &ranges, &options).await)?;
             json!({ "demoted": units.map_err(in_use)? })
         }
     };
-    if !args.with.says_json(&answer) {
+    if !with.says_json(&answer) {
         let units = answer["demoted"].as_u64().unwrap_or_default();
         say(&format!("{units} units are read from the image again"));
     }

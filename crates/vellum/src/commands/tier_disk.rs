@@ -78,6 +78,23 @@ pub(super) fn options_of(allow: &AllowArgs) -> ImageOptions {
     }
 }
 
+/// What became of units that were to be moved.
+pub(super) fn say_moved(answer: &Value) {
+    let number = |field: &str| answer[field].as_u64().unwrap_or_default();
+    let bytes = human_bytes(number("moved") * number("unit-size"));
+    say(&format!("{} units ({bytes}) are on the fast medium alone now", number("moved")));
+    for (field, what) in [
+        ("there", "were so already"),
+        ("not-copied", "have no copy there: they are zero, in the backing image, or found no room"),
+        ("not-stored", "are read from the backing image, as a whole or in part"),
+        ("written", "were written meanwhile"),
+    ] {
+        if number(field) > 0 {
+            say(&format!("  {} {what}", number(field)));
+        }
+    }
+}
+
 /// What became of units that were to be promoted.
 pub(super) fn say_units(answer: &Value) {
     let number = |field: &str| answer[field].as_u64().unwrap_or_default();

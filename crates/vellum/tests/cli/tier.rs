@@ -533,3 +533,113 @@ fn what_a_fast_medium_has_of_a_deleted_image_is_listed_and_freed() {
     assert_eq!(status(&[&other])["counts"], false);
     vellum(&["tier", "attach", "--fast", &fast, &other]).answer();
 }
+
+fn space_of(image: &str) -> u64 {
+    std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(image).expect("an image")) * 512
+}
+
+#[test]
+fn moved_parts_are_on_the_fast_medium_alone_until_they_are_written_or_brought_back() {
+    let dir = Dir::new("tier-moved");
+    let (image, fast, mut bytes) = attached(&dir);
+    let before = space_of(&image);
+    vellum(&["tier", "promote", "--fast", &fast, "--range", "6M+1M", &image]).answer();
+    let of = ["--output", "json", "--fast", &fast, &image];
+    let done = vellum(&[&["tier", "move", "--range", "0+2M"][..], &of].concat()).json();
+    assert_eq!((done["moved"].as_u64(), done["not-copied"].as_u64()), (Some(32), Some(0)), "{done}");
+    let done = vellum(&[&["tier", "move", "--copied"][..], &of].concat()).json();
+    // The rest of the disk has no copy.
+    assert_eq!((done["moved"].as_u64(), done["there"].as_u64()), (Some(16), Some(32)), "{done}");
+    assert!(space_of(&image) + 2 * MIB as u64 <= before, "{} of {before}", space_of(&image));
+    assert_eq!(vellum(&["check", &image]).code, 0);
+    let there = status(&["--fast", &fast, &image]);
+    assert_eq!(there["moved"].as_u64(), Some(48), "{there}");
+    assert!(vellum(&["tier", "status", "--fast", &fast, &image]).answer().contains("there alone"));
+
+    // Without the medium nothing is done, and the message names it and what to do.
+    let raw = dir.text("copy.raw");
+    let place = Dir::short();
+    let socket = format!("unix:{}", place.text("s"));
+    for what in [
+        &["serve", "--nbd", &socket, &image][..],
+        &["convert", "-O", "raw", &image, &raw],
+        &["resize", &image, "16M"],
+        &["check", "-r", "all", &image],
+        &["tier", "detach", &image],
+        &["tier", "detach", "--fast", &fast, &image],
+        &["snapshot", "create", &image, "one"],
+    ] {
+        refused(1, &["alone", "fast", "--back"], what);
+    }
+    refused(1, &["alone", "--back"], &["tier", "forget", "--fast", &fast, &image]);
+    let clone = dir.text("clone.vlm");
+    let code = vellum(&["create", "-q", "-f", "vellum", "-b", &image, "-F", "vellum", &clone]).code;
+    assert!(code != 0 || vellum(&["convert", "-O", "raw", &clone, &raw]).code != 0, "over what is not there");
+
+    let control = dir.text("ctl");
+    let serve = [&image, "--fast", &fast, "--control", &control];
+    let server = Server::start(&serve);
+    let mut client = Client::connect(&server.peer(), "").expect("it is served");
+    same(&client.read_all().expect("it is read"), &bytes, "moved");
+    let medium = std::fs::read(&fast).expect("the medium");
+    let written = noise(200_000, 9);
+    client.write(70_000, &written, 0).expect("it is written");
+    client.flush().expect("a flush");
+    bytes[70_000..270_000].copy_from_slice(&written);
+    same(&client.read_all().expect("it is read"), &bytes, "written");
+    assert!(std::fs::read(&fast).expect("the medium") == medium, "a guest's write reached the fast medium");
+    refused(1, &["alone", "--back"], &["snapshot", "create", "--control", &control, "one"]);
+    let there = status(&["--control", &control]);
+    assert_eq!(there["moved"].as_u64(), Some(44), "{there}");
+    let done = vellum(&["tier", "move", "--control", &control, "--range", "0+1M"]).answer();
+    assert!(done.contains("4 units"), "{done}");
+    client.write(0, &written, 0).expect("it is written");
+    client.flush().expect("a flush");
+    bytes[..written.len()].copy_from_slice(&written);
+    server.kill();
+    until_let_go(&image);
+
+    refused(1, &["alone", "fast"], &["serve", "--nbd", &socket, &image]);
+    let server = Server::start(&serve);
+    let mut client = Client::connect(&server.peer(), "").expect("it is served");
+    same(&client.read_all().expect("it is read"), &bytes, "after a kill");
+    assert_eq!(status(&["--control", &control])["moved"].as_u64(), Some(44));
+    let back = vellum(&["tier", "move", "--back", "--all", "--control", &control]).answer();
+    assert!(back.contains("44 units"), "{back}");
+    same(&client.read_all().expect("it is read"), &bytes, "home again");
+    drop(client);
+    server.stop();
+    assert_eq!(vellum(&["check", &image]).code, 0);
+    vellum(&["convert", "-q", "-O", "raw", &image, &raw]).answer();
+    same(&std::fs::read(&raw).expect("a copy"), &bytes, "the image alone");
+    vellum(&["tier", "detach", "--fast", &fast, &image]).answer();
+}
+
+/// The guest gets I/O errors for what is lost, and the server says so once.
+#[test]
+fn a_lost_medium_is_an_error_for_what_it_alone_had() {
+    let dir = Dir::new("tier-lost");
+    let (image, fast, bytes) = attached(&dir);
+    vellum(&["tier", "move", "--fast", &fast, "--range", "0+1M", &image]).answer();
+    let sound = std::fs::read(&fast).expect("a medium");
+    let control = dir.text("ctl");
+    let server = Server::start(&[&image, "--fast", &fast, "--control", &control]);
+    let mut client = Client::connect(&server.peer(), "").expect("it is served");
+    let file = std::fs::OpenOptions::new().write(true).open(&fast).expect("a medium");
+    file.set_len(576 << 10).expect("it is cut");
+    assert!(client.read(0, 4096).is_err(), "what is lost");
+    same(&client.read(2 << 20, 1 << 20).expect("it is read"), &bytes[2 * MIB..3 * MIB], "what is not");
+    let there = status(&["--control", &control]);
+    assert!(there["lost-reads"].as_u64() > Some(0) && there["trouble"].is_string(), "{there}");
+    let said = server.says("alone cannot be read");
+    assert!(said.contains("I/O errors"), "{said}");
+    drop(client);
+    server.stop();
+    // A medium that is not there, or another time's, is not taken for it.
+    refused(1, &["fast"], &["tier", "status", "--fast", &fast, &image]);
+    std::fs::write(&fast, &sound).expect("written");
+    vellum(&["tier", "move", "--back", "--all", "--fast", &fast, &image]).answer();
+    let raw = dir.text("copy.raw");
+    vellum(&["convert", "-q", "-O", "raw", &image, &raw]).answer();
+    same(&std::fs::read(&raw).expect("a copy"), &bytes, "brought back");
+}

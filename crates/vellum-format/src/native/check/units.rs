@@ -6,7 +6,7 @@ use super::super::geometry::{PARTIALS, Region, SUB_BLOCK};
 use super::super::open::may_be_embedded;
 use super::Walk;
 use super::packed::Named;
-use crate::bytes::be32;
+use crate::bytes::{be32, be64};
 
 /// All names of units, with their purpose: the unit of the disk, [`MAP`] or [`PART`].
 #[derive(Default)]
@@ -84,6 +84,10 @@ impl Walk<'_> {
                 if entry == 0 {
                     continue;
                 }
+                if self.superblocks.superblock.has_moved && entry == self.places.moved_number() {
+                    self.moved(index).await;
+                    continue;
+                }
                 self.entry(index, entry, "home");
                 self.report.allocated_clusters += 1;
                 let (unit, _) = self.places.split_entry(entry);
@@ -93,6 +97,22 @@ impl Walk<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Looks at the bit of a unit that only the fast medium has.
+    async fn moved(&mut self, index: u64) {
+        let Some(bit) = self.places.fast_bit(index) else {
+            return self
+                .error(|| format!("table (home): unit {index} of the disk is moved, and can have no copy"));
+        };
+        let Some(word) = self.read(bit.word.span(8), Region::Fast.name()).await else { return };
+        if bit.get(be64(&word, 0)) == 0 {
+            self.error(|| {
+                format!(
+                    "table (home): unit {index} of the disk is moved, and the image says that the fast medium has no copy of it"
+                )
+            });
+        }
     }
 
     /// Notes an entry that is not 0, of home's table or of a copy.

@@ -363,6 +363,11 @@ impl Native {
             let plain = self.unpack(number, at).await?;
             bytes[within].copy_from_slice(&plain);
         }
+        self.write_unit(&bytes, fresh).await
+    }
+
+    /// Writes everything that is not zero to a fresh unit, and returns the checks.
+    pub(in crate::native) async fn write_unit(&self, bytes: &[u8], fresh: u32) -> Result<Vec<SectorChecks>> {
         let to = self.places.unit(fresh).start();
         let mut runs: Vec<(usize, usize)> = Vec::new();
         for (index, page) in bytes.chunks(PAGE).enumerate().filter(|(_, page)| !is_zero(page)) {
@@ -396,6 +401,9 @@ impl Native {
         let old = self.home.change(bits.word, |word| bits.set(word, u64::from(entry)));
         let (old, _) = self.places.split_entry(u32::try_from(bits.get(old)).expect("32 bits"));
         let (unit, _) = self.places.split_entry(entry);
+        if old == self.places.moved_number() {
+            return; // it had no unit here
+        }
         self.mark_recorded(old);
         let is_named = held.is_some_and(|held| held.copies.names(old));
         if old != 0 && old != unit && !is_named {

@@ -111,7 +111,16 @@ impl Native {
         let views = self.views()?;
         check_name(name)?;
         let _one = views.changing.lock().await;
-        must_be_drained(&self.engine.name, self.superblocks.lock().await.superblock.session())?;
+        {
+            let superblocks = self.superblocks.lock().await;
+            must_be_drained(&self.engine.name, superblocks.superblock.session())?;
+            if superblocks.superblock.has_moved {
+                return Err(Error::unsupported(
+                    "units of the disk are on its fast medium alone, where a snapshot does not see them: bring them back \
+                     first (`vellum tier move --back`)",
+                ));
+            }
+        }
         let (index, id, before) = {
             let list = lock(&views.list);
             if list.entries.iter().any(|entry| entry.name == name && !entry.is_being_deleted) {

@@ -24,7 +24,7 @@ pub(in crate::native) struct Views {
     /// Held while pages are kept.
     pub(super) keeping: async_lock::Mutex<()>,
     /// Held while a snapshot is made, or an entry is taken off the list.
-    pub(super) changing: async_lock::Mutex<()>,
+    pub(in crate::native) changing: async_lock::Mutex<()>,
     /// Held while a snapshot is deleted. Snapshots can be made meanwhile.
     pub(super) deleting: async_lock::Mutex<()>,
     /// Background work is to stop where it is.

@@ -1,6 +1,6 @@
 //! The fast medium that a superblock names, and whether its bits of units count.
 
-use vellum_core::{Error, Result};
+use vellum_core::{Error, ErrorKind, Result};
 
 use super::texts::{put_text, text};
 use super::{Superblock, field};
@@ -46,6 +46,17 @@ impl Fast {
     }
 }
 
+/// The error of an image that is not complete without its fast medium.
+fn needs_medium(id: FastId, name: &str) -> Error {
+    Error::new(
+        ErrorKind::Refused,
+        format!(
+            "units of it are on a fast medium alone, last seen at {name} (id {id}): give that medium (--fast PATH), or \
+             bring the units back first (`vellum tier move --back --all --fast PATH`)"
+        ),
+    )
+}
+
 impl Superblock {
     /// The fast medium that it names.
     pub(crate) fn fast(&self) -> Option<NamedFast> {
@@ -54,6 +65,7 @@ impl Superblock {
             name: fast.name.clone(),
             number: fast.number,
             counts: self.fast_counts(),
+            is_needed: self.has_moved,
         })
     }
 
@@ -80,13 +92,26 @@ impl Superblock {
     }
 
     /// Names no fast medium any more. Whether it did.
+    ///
+    /// # Errors
+    /// `Refused` while the medium may be the only one that has a unit.
     pub(crate) fn detach_fast(&mut self) -> Result<bool> {
+        self.may_do_without_fast()?;
         if self.fast.take().is_none() {
             return Ok(false);
         }
         self.places = self.places.without_fast()?;
         self.page.0[field::FAST..field::FAST_END].fill(0);
         Ok(true)
+    }
+
+    /// Refuses what is done without the fast medium, or makes its bits void, while it may be the only one that has a
+    /// unit.
+    pub(crate) fn may_do_without_fast(&self) -> Result<()> {
+        match self.fast.as_ref().filter(|_| self.has_moved) {
+            None => Ok(()),
+            Some(fast) => Err(needs_medium(fast.id, &fast.name)),
+        }
     }
 
     /// Names a session with its fast medium: from now on its bits count.

@@ -9,8 +9,11 @@
 //!
 //! 1. What was marked stays marked in the image until the backup has its name, durably. A crash before that leaves the bitmap as if
 //!    there had been no backup; one between the two leaves a whole backup, and a bitmap that has it marked once more.
+//!    Once it has its name it is made, whatever fails then: that is a warning.
 //! 2. The image is open for writing, and so locked, from the first look at the bitmap until it is closed.
 //! 3. Runs that read as zero are zeros in the backup. So it reads as the disk did, also where the backup before has data.
+//! 4. What has only the changes replaces no file: one of that name may be the whole backup of a run that was killed when the bitmap had
+//!    begun anew already, and a second one would lack these changes.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -39,7 +42,7 @@ const ZEROS: u64 = 64 << 20;
 pub struct Backup {
     /// The bitmap that says what has changed. It begins anew.
     pub bitmap: String,
-    /// The new image, of the format qcow2. An existing file is replaced.
+    /// The new image, of the format qcow2. An existing file is replaced if all of the disk is copied.
     pub target: PathBuf,
     /// The backup before, and its format: only what has changed since is copied. Without it all of the disk is.
     pub before: Option<(PathBuf, FormatKind)>,
@@ -73,7 +76,10 @@ pub async fn backup(
     let source = stop.or_stopped(open_image(path, options)).await?;
     let done = with_source(&source, wish, stop, progress).await;
     let closed = source.close().await;
-    done.and_then(|done| closed.map(|()| done))
+    if let (Ok(_), Err(error)) = (&done, closed) {
+        tracing::warn!("{} is complete, but: {}", wish.target.display(), error.chain());
+    }
+    done
 }
 
 async fn with_source(
@@ -104,11 +110,26 @@ async fn with_source(
         Err(error) => Err(target.give_up(error).await),
     };
     match ended {
-        Ok(()) => bitmaps.forget(&wish.bitmap).await.map(|()| done), // commit point
+        Ok(()) => {
+            forget(&*bitmaps, wish).await; // commit point
+            Ok(done)
+        }
         Err(error) => {
             bitmaps.take_back(&wish.bitmap);
             Err(error)
         }
+    }
+}
+
+/// Gives up what was marked: the backup has it, under its name. If that fails, the next backup has it once more, which is right as well.
+pub(crate) async fn forget(bitmaps: &dyn OpenBitmaps, wish: &Backup) {
+    if let Err(error) = bitmaps.forget(&wish.bitmap).await {
+        tracing::warn!(
+            "{} is complete, but bitmap {} may still have marked what it has, and the next backup copies that once more: {}",
+            wish.target.display(),
+            wish.bitmap,
+            error.chain()
+        );
     }
 }
 
@@ -138,6 +159,15 @@ impl Target {
                 name.display()
             ))
         })?;
+        if wish.before.is_some() && draft.replaces() {
+            let _ = draft.discard();
+            return Err(Error::invalid(format!(
+                "{0} exists, and an incremental backup replaces no file. It may be the whole backup of a run that was killed before it \
+                 could say so: if it is (`vellum compare` it with the disk), keep it, and give it with -B for the next backup. If it is \
+                 something else, name another target",
+                name.display()
+            )));
+        }
         match Self::make_in(&draft, wish, size).await {
             Ok(chain) => Ok(Self { draft, chain, name }),
             Err(error) => {
@@ -152,7 +182,9 @@ impl Target {
             Some((path, format)) => Some((backing_name(path, &wish.target)?, *format)),
             None => None,
         };
-        let beside = wish.before.iter().filter_map(|(path, _)| path.parent().map(Path::to_owned));
+        // A bare name has an empty parent.
+        let dir = |path: &Path| path.parent().map(|dir| Path::new(".").join(dir));
+        let beside = wish.before.iter().filter_map(|(path, _)| dir(path));
         let allow_dirs: Vec<PathBuf> = wish.allow_dirs.iter().cloned().chain(beside).collect();
         let target = CreateTarget {
             path: draft.path().to_owned(),

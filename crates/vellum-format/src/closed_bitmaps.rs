@@ -57,7 +57,7 @@ pub trait OpenBitmaps: Send + Sync {
     /// Gives up what was marked before the bitmap was begun anew: the copy was made. It is durable when this returns.
     ///
     /// # Errors
-    /// Those of the image. More is marked then than has changed.
+    /// Those of the image. Then it is marked again, as if it was [taken back](OpenBitmaps::take_back).
     fn forget<'a>(&'a self, name: &'a str) -> LocalFuture<'a, Result<()>>;
 }
 

@@ -13,7 +13,7 @@ use vellum_core::{
     SharedStorage, WriteFlags, ZeroFlags,
 };
 use vellum_format::FormatKind;
-use vellum_format::image::{BitmapChange, Bits, ClosedBitmaps, MergeSource};
+use vellum_format::image::{BitmapChange, Bits, ClosedBitmaps, MergeSource, OpenBitmaps};
 use vellum_format::qcow2::bitmaps::Bitmap;
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2};
 use vellum_sim::explore::{Care, Depth, Medium, Offline, explore_offline};
@@ -429,34 +429,98 @@ fn what_cannot_be_done_says_why_and_changes_nothing() {
     assert!(error.chain().contains("compat=1.1"), "{}", error.chain());
 }
 
-/// Larger and smaller disks keep what is marked, and an image without bitmaps has nothing of them left.
+/// Larger and smaller disks keep what is marked, what is added is marked in enabled bitmaps, and an image without bitmaps has nothing
+/// of them left.
 #[test]
 fn a_disk_of_another_size_keeps_its_marks() {
+    const NAMES: [(&str, u64, bool); 3] = [("fine", 512, true), ("coarse", 4096, true), ("old", 512, false)];
     for kind in kinds().into_iter().filter(|kind| !kind.has_base) {
         let image: SharedStorage = Medium::new(kind.empty_image());
         block_on(async {
-            add(&image, "one", 512).await;
+            for (name, granularity, _) in NAMES {
+                add(&image, name, granularity).await;
+            }
             let disk = open(&kind, &image).await.unwrap();
-            for at in [5000, 300_000, (1 << 20) - 10] {
+            let places = [5000, 300_000, (1 << 20) - 10];
+            for at in places {
                 disk.write(GuestOffset::new(at), Buffer::copy_of(&[1; 10]), WriteFlags::default())
                     .await
                     .unwrap();
             }
             disk.close().await.unwrap();
-            let mut model: BTreeSet<u64> = [9, 585, 2047].into();
-            for size in [3 << 20, (3 << 20) + 512, 64 << 20, 512 << 10, 600 << 10, 300_032] {
+            bitmaps().change(&image, "old", &[BitmapChange::Disable]).await.unwrap();
+            let mut models: Vec<BTreeSet<u64>> =
+                NAMES.iter().map(|(_, granularity, _)| places.map(|at| at / granularity).into()).collect();
+            let mut before = 1 << 20;
+            for size in [3 << 20, (3 << 20) + 512, 64 << 20, 512 << 10, 600 << 10, 300_032, 400_896] {
                 FormatKind::Qcow2.format().resize(&image, size, true).await.unwrap();
-                model.retain(|granule| granule * 512 < size);
                 must_be_clean(&image, kind.name).await;
-                let bits = bitmaps().load(&*image, "one").await.unwrap();
-                assert_eq!((bits.size(), marked(&bits)), (size, model.clone()), "{}", kind.name);
+                for ((name, granularity, is_enabled), model) in NAMES.iter().zip(&mut models) {
+                    model.retain(|granule| granule * granularity < size);
+                    if *is_enabled && size > before {
+                        model.extend(before / granularity..size.div_ceil(*granularity));
+                    }
+                    let bits = bitmaps().load(&*image, name).await.unwrap();
+                    let found = marked(&bits);
+                    assert!(bits.size() == size && found == *model, "{}, {name}, {size}", kind.name);
+                }
+                before = size;
             }
-            bitmaps().change(&image, "one", &[BitmapChange::Remove]).await.unwrap();
+            for (name, ..) in NAMES {
+                bitmaps().change(&image, name, &[BitmapChange::Remove]).await.unwrap();
+            }
             must_be_clean(&image, kind.name).await;
             assert!(bitmaps().list(&*image).await.unwrap().is_empty());
             assert!(Header::read(&*image).await.unwrap().bitmaps().is_none());
         });
     }
+}
+
+/// A backup has its name, but what it has cannot be given up, because the Nth operation of the host fails: then all of it is still
+/// marked, in memory and, if the image can be closed, on the medium.
+#[test]
+fn what_cannot_be_given_up_stays_marked() {
+    let mut met = 0;
+    for kind in kinds() {
+        for number in 0..40 {
+            let when = format!("{}, operation {number}", kind.name);
+            let (world, plan) = (World::new(0), FaultPlan::none());
+            let options = DriveOptions { faults: plan.clone(), ..DriveOptions::default() };
+            let drive = Drive::from_content(&world, kind.empty_image(), options);
+            let image: SharedStorage = drive.clone();
+            let closed = world.run(async {
+                add(&image, "all", 512).await;
+                let disk = open(&kind, &image).await.unwrap();
+                let (near, far) = (GuestOffset::new(5000), GuestOffset::new(900_000));
+                disk.write(near, Buffer::copy_of(&[1; 3000]), WriteFlags::FUA).await.unwrap();
+                disk.close().await.unwrap();
+                let disk = open(&kind, &image).await.unwrap();
+                let written = number % 2 == 0;
+                if written {
+                    disk.write(far, Buffer::copy_of(&[1; 3000]), WriteFlags::FUA).await.unwrap();
+                }
+                let old = marked(&disk.begin_anew("all").unwrap());
+                assert_eq!(old.len(), if written { 14 } else { 7 }, "{when}");
+                let writes = Operation::Write | Operation::WriteZeroes | Operation::SetLen;
+                plan.add(Fault { error: ErrorKind::NoSpace, ..Fault::nth(writes, number / 2) });
+                let forgotten = disk.forget("all").await;
+                plan.clear();
+                let found = marked(&OpenBitmaps::load(&*disk, "all").await.unwrap());
+                let expected = if forgotten.is_err() { old.clone() } else { BTreeSet::new() };
+                assert_eq!(found, expected, "{when}");
+                // The next backup has it.
+                assert_eq!(marked(&disk.begin_anew("all").unwrap()), expected, "{when}");
+                disk.take_back("all");
+                met += usize::from(forgotten.is_err());
+                disk.close().await.is_ok().then_some(expected)
+            });
+            if let Some(expected) = closed {
+                let found = world.run(async { marked(&bitmaps().load(&*image, "all").await.unwrap()) });
+                assert_eq!(found, expected, "{when}: on the medium");
+            }
+        }
+    }
+    assert!(met > 3, "{met}");
 }
 
 /// Directories, tables and bits with other bytes: nothing panics, what is written is there, and a bitmap that is then taken for valid

@@ -20,7 +20,7 @@ use vellum_core::{Error, Result, SharedDisk};
 use vellum_format::image::OpenBitmaps;
 
 use super::{Served, Stage, Step};
-use crate::backup::{BackedUp, Backup, Copying, Target, bitmaps_of};
+use crate::backup::{BackedUp, Backup, Copying, Target, bitmaps_of, forget};
 
 /// This much may be copied while requests wait, in bytes.
 const LAST_BYTES: u64 = 16 << 20;
@@ -71,7 +71,8 @@ impl Served {
             Err(error) => return Err(target.give_up(error).await),
         }
         taken.is_made = true;
-        bitmaps.forget(&wish.bitmap).await.map(|()| done) // commit point
+        forget(&*bitmaps, wish).await; // commit point
+        Ok(done)
     }
 
     async fn copy_in_rounds(

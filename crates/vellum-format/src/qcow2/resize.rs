@@ -18,7 +18,7 @@
 //! 7. The new tables of a smaller disk lie behind the old data at first, where the image was full. A second switch moves them
 //!    down, so that the file ends with what is in use. It may fail: the disk is smaller by then.
 //!
-//! Bitmaps get the new size in the same step: what is added is not marked in them.
+//! Bitmaps get the new size in the same step: what is added is marked in those that are enabled.
 //!
 //! Left out: data in another file.
 

@@ -23,7 +23,8 @@ use crate::output::human_bytes;
 /// the last changes are copied.
 ///
 /// In both cases the bitmap begins anew, and the next incremental backup has what changes from now on. If the command fails or is
-/// interrupted, the bitmap is as before.
+/// interrupted, and there is no TARGET, the bitmap is as before. If there is one, it is a whole backup. An incremental backup never
+/// replaces a file.
 #[derive(clap::Args)]
 #[command(
     override_usage = "vellum backup [OPTIONS] --bitmap NAME SOURCE TARGET\n       vellum backup [OPTIONS] --bitmap NAME --control PATH TARGET"
@@ -49,7 +50,7 @@ pub(crate) struct Args {
     /// With --control: export name of the disk; optional if the server has one disk
     #[arg(long, value_name = "EXPORT", requires = "control")]
     disk: Option<String>,
-    /// The image, omitted with --control; and the new image. An existing file is replaced when the backup is complete
+    /// The image, omitted with --control; and the new image. Without --incremental an existing file is replaced when the backup is complete
     #[arg(value_name = "SOURCE TARGET", num_args = 1..=2, required = true)]
     words: Vec<PathBuf>,
 }

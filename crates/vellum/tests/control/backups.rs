@@ -10,7 +10,7 @@ use vellum_core::Random;
 use super::Controlled;
 use super::support::client::Client;
 use super::support::dir::Dir;
-use super::support::program::{run, vellum, vellum_command};
+use super::support::program::{finish, run, vellum, vellum_command};
 use super::support::{noise, scale};
 use crate::requires;
 
@@ -97,6 +97,7 @@ fn a_chain_of_backups_is_what_the_disk_was() {
         ])
         .json();
         assert_eq!(again["bytes-marked"], 0, "it began anew");
+        std::fs::remove_file(dir.join("nothing.qcow2")).expect("the image");
         assert_eq!(vellum(&["check", "-q", &image]).code, 0);
     }
     for (line, word) in [
@@ -152,6 +153,86 @@ fn a_backup_that_is_killed_is_made_again() {
         last = target;
     }
     report(&format!("{killed} backups were killed and made again, {ended} had ended"));
+}
+
+/// A disk that is cut off and grows again has zeros where the backup has data: they are in the next one. All names are bare ones.
+#[test]
+fn what_was_cut_off_is_in_the_next_backup() {
+    let dir = Dir::new("backups");
+    new_image(&dir);
+    let here = |line: &[&str]| {
+        let mut command = vellum_command();
+        command.args(line).current_dir(dir.join(""));
+        finish(command, None)
+    };
+    here(&["backup", "-q", "--bitmap", "daily", "disk.qcow2", "monday.qcow2"]).answer();
+    here(&["resize", "-q", "--shrink", "disk.qcow2", "9000448"]).answer();
+    here(&["resize", "-q", "disk.qcow2", "24M"]).answer();
+    let line =
+        ["backup", "--bitmap", "daily", "--incremental", "-B", "monday.qcow2", "-F", "qcow2", "disk.qcow2"];
+    here(&[&line[..], &["tuesday.qcow2"]].concat()).answer();
+    assert_eq!(here(&["compare", "disk.qcow2", "tuesday.qcow2"]).code, 0);
+    let again = here(&[&line[..], &["tuesday.qcow2"]].concat());
+    assert!(again.code == 1 && again.err.contains("replaces no file"), "{again:?}");
+    assert_eq!(here(&["compare", "disk.qcow2", "tuesday.qcow2"]).code, 0);
+}
+
+/// The Nth call of the host fails, or the command is killed in it, also after the bitmap has begun anew: where there is an image, it is a
+/// whole backup, and the same command again does not replace it. Otherwise the same command makes it.
+#[test]
+fn a_backup_that_failed_loses_nothing_when_it_is_repeated() {
+    requires!("strace");
+    let dir = Dir::new("backups");
+    let image = new_image(&dir);
+    let (before, target, kept) =
+        (dir.text("monday.qcow2"), dir.text("tuesday.qcow2"), dir.text("kept.qcow2"));
+    vellum(&["backup", "-q", "--bitmap", "daily", &image, &before]).answer();
+    write_some(&image, &mut Random::from_seed(34));
+    std::fs::copy(&image, &kept).expect("a copy");
+    let line =
+        ["backup", "--bitmap", "daily", "--incremental", "-B", &before, "-F", "qcow2", &image, &target];
+    let (mut refused, mut repeated, mut done) = (0, 0, 0);
+    let faults = ["error=EIO", "signal=KILL"];
+    let calls = [("pwritev", 8), ("pwrite64", 4), ("fdatasync", 8), ("ftruncate", 4)];
+    for ((call, most), fault) in calls.iter().flat_map(|call| faults.map(|fault| (*call, fault))) {
+        for number in 1..=most {
+            let when = format!("{call} {number}: {fault}");
+            std::fs::copy(&kept, &image).expect("a copy");
+            let _ = std::fs::remove_file(&target);
+            let mut command = std::process::Command::new("strace");
+            command.args(["-f", "-o", "/dev/null", "-e", &format!("trace={call},io_uring_setup")]);
+            command.args(["-e", "inject=io_uring_setup:error=EPERM"]);
+            command.args(["-e", &format!("inject={call}:{fault}:when={number}")]);
+            command.arg(env!("CARGO_BIN_EXE_vellum")).args(line).env("VELLUM_CONFIG", "/dev/null");
+            let ran = finish(command, None);
+            super::support::program::until_let_go(&image);
+            let is_there = std::path::Path::new(&target).exists();
+            assert!(ran.code != 0 || is_there, "{when}: {ran:?}");
+            assert!(!is_there || ran.code == 0 || fault.starts_with("signal"), "{when}: {ran:?}");
+            if ran.code == 0 {
+                done += 1;
+            } else {
+                let mut again = vellum(&line);
+                if again.code != 0 && !again.err.contains("replaces no file") {
+                    vellum(&["recover", &image]);
+                    again = vellum(&line);
+                }
+                match is_there {
+                    true => assert!(
+                        again.code == 1 && again.err.contains("replaces no file"),
+                        "{when}: {again:?}"
+                    ),
+                    false => assert_eq!(again.code, 0, "{when}: {again:?}"),
+                }
+                refused += usize::from(is_there);
+                repeated += usize::from(!is_there);
+            }
+            let same = vellum(&["compare", "-q", &image, &target]);
+            assert_eq!(same.code, 0, "{when}: {same:?}");
+        }
+    }
+    report(&format!("{repeated} backups were made again, {refused} were there already, {done} ended well"));
+    assert!(repeated > 0);
 }
 
 /// Guests write all the time: each backup is what the disk was at one moment, and the last one, with nobody writing, is the disk.

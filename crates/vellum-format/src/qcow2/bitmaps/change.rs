@@ -10,7 +10,7 @@
 //! 2. A change that is refused changes nothing.
 //! 3. The disk is not touched, and not read.
 
-use vellum_core::{Context, Error, GuestOffset, ImageSpan, Result, SharedStorage};
+use vellum_core::{Context, Error, GuestOffset, GuestSpan, ImageSpan, Result, SharedStorage};
 
 use super::directory::{COUNT_MAX, Entry, GRANULARITY_BITS, NAME_BYTES_MAX, encode, table_entries};
 use super::{Bits, none_named, read_bits, read_directory};
@@ -263,8 +263,8 @@ async fn put_bits(shadow: &mut Shadow<'_>, bits: &Bits, granularity_bits: u32) -
     Ok(table)
 }
 
-/// Gives the bitmaps the size that the disk will have, as part of that change. What is added is not marked; what is cut off is
-/// forgotten.
+/// Gives the bitmaps the size that the disk will have, as part of that change. What is cut off is forgotten. What is added is marked in
+/// those that are enabled: the disk may have been longer when they were cleared, with data where there are zeros now.
 ///
 /// # Errors
 /// `NoSpace` when the header has no room, `Unsupported` for a bitmap of an unknown kind.
@@ -294,6 +294,9 @@ pub(in crate::qcow2) async fn resize(
         while let Some(run) = before.next_marked(at) {
             new.mark(run);
             at = run.end();
+        }
+        if entry.is_auto() {
+            new.mark(GuestSpan::between(GuestOffset::new(old.size().min(size)), GuestOffset::new(size)));
         }
         plan.put(index, new)?;
     }

@@ -205,9 +205,20 @@ impl OpenBitmaps for Qcow2 {
         Box::pin(async move {
             let one = self.tracked(name)?;
             let Some(old) = lock(&one.held).take() else { return Ok(()) };
-            self.begin_change().await?;
-            self.list_marked(one, &old);
-            self.make_durable().await // commit point
+            let mut result = self.begin_change().await;
+            let is_listed = result.is_ok();
+            if is_listed {
+                self.list_marked(one, &old);
+                result = self.make_durable().await; // commit point
+            }
+            if result.is_err() {
+                one.exact.load().merge(&old);
+                if is_listed {
+                    // The medium may have it or not: it is written once more.
+                    self.list_marked(one, &old);
+                }
+            }
+            result
         })
     }
 }

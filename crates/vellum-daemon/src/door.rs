@@ -11,8 +11,8 @@ use event_listener::Event;
 use futures_lite::FutureExt as _;
 use vellum_core::ErrorKind;
 use vellum_export::Shutdown;
-use vellum_export::nbd::{Clients, Exports, SessionLimits, View, serve_client};
-use vellum_io::{Listener, Task, WorkersHandle, clock, spawn_local};
+use vellum_export::nbd::{Clients, Exports, SessionLimits, TlsPolicy, View, serve_client};
+use vellum_io::{Listener, Socket, Task, WorkersHandle, clock, spawn_local};
 
 use crate::contained::in_rounds;
 use crate::tls::TlsNow;
@@ -108,9 +108,20 @@ impl Door {
                 return ControlFlow::Break(());
             }
         };
+        self.begin(socket, self.tls.policy());
+        ControlFlow::Continue(())
+    }
+
+    /// A client of this process, whose connection nobody else can read.
+    pub(crate) fn let_in_local(&self, socket: Socket) {
+        self.begin(socket, TlsPolicy::Off);
+    }
+
+    /// Begins the session of a client, on the next worker.
+    fn begin(&self, socket: Socket, tls: TlsPolicy) {
         let worker = self.next_worker.fetch_add(1, Ordering::Relaxed) % self.workers.count();
-        let (exports, shutdown, limits, tls) =
-            (self.exports.clone(), self.shutdown.clone(), self.session_limits.clone(), self.tls.policy());
+        let (exports, shutdown, limits) =
+            (self.exports.clone(), self.shutdown.clone(), self.session_limits.clone());
         let client = self.clients.arrive(socket.peer());
         // The session continues by itself; the result is only a way to wait for it.
         drop(self.workers.spawn(worker, move || async move {
@@ -126,6 +137,5 @@ impl Door {
                 stream.shut_down(std::net::Shutdown::Both);
             }
         }));
-        ControlFlow::Continue(())
     }
 }

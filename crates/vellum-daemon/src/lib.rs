@@ -46,6 +46,7 @@ pub mod measure;
 mod meter;
 mod metrics;
 pub mod migrate;
+mod nbd_devices;
 mod notify;
 mod occupied;
 pub mod pins;
@@ -80,13 +81,14 @@ pub use flash::{FlashSpec, policy_of};
 pub use grow::GrowHook;
 pub use host::{Host, HostOptions, Pool};
 pub use image::{ImageOptions, open_image};
+pub use nbd_devices::disconnect_nbd_device;
 pub use notify::NotifySocket;
 pub use rights::{SocketRights, identity_of};
 pub use serve::serve;
 pub use served::prefetch_limits;
 pub use spec::{
-    BootTrace, ExportSpec, FuseSpec, HydrationSpec, NbdSpec, Ready, ReadyDisk, Report, ServeSpec, UblkSpec,
-    VhostSpec,
+    BootTrace, ExportSpec, FuseSpec, HydrationSpec, NbdDeviceSpec, NbdSpec, Ready, ReadyDisk, Report,
+    ServeSpec, UblkSpec, VhostSpec,
 };
 pub use tls::TlsFiles;
 pub use window::Part;

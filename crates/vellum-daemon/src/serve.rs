@@ -29,7 +29,7 @@ pub fn serve(
         look_at_target(path)?;
     }
     raise_file_limit();
-    if !spec.fuse.is_empty() || !spec.ublk.is_empty() {
+    if !spec.fuse.is_empty() || !spec.ublk.is_empty() || !spec.nbd_devices.is_empty() {
         // Before there are threads: all of them take part.
         allocate_without_write_back();
     }

@@ -12,7 +12,8 @@
 //!   tending              one per disk that is written, on one worker: background work, and the watch over a device
 //!                        that may become full (`served/tending.rs`)
 //!   files                a file for each `--fuse`, served by all workers (`fuse`)
-//!   block devices        one for each `--ublk`, their queues on the workers (`ublk`)
+//!   block devices        one for each `--ublk`, their queues on the workers (`ublk`); one for each `--nbd-device`, a client of
+//!                        this server in the kernel (`nbd_devices`)
 //!   control socket       on worker 0, if there is one: commands to a running server (`control/`)
 //!   watch                on worker 0, once a second: requests that take long, failures not yet logged (`meter`)
 //! ```
@@ -53,6 +54,7 @@ use crate::door::{Accepting, Bolt, Door};
 use crate::flash::HostFlash;
 use crate::fuse::FuseFiles;
 use crate::metrics::Metrics;
+use crate::nbd_devices::NbdDevices;
 use crate::notify::NotifySocket;
 use crate::seats::Seats;
 use crate::served::{Disks, Group, How, Opening, PATIENCE, Served, SnapshotExports};
@@ -96,6 +98,7 @@ struct Server {
     accepting: Accepting,
     files: FuseFiles,
     blocks: Blocks,
+    nbd_devices: NbdDevices,
     telling: Option<Task<()>>,
 }
 
@@ -238,6 +241,7 @@ impl Server {
             accepting: Accepting::default(),
             files: FuseFiles::default(),
             blocks: Blocks::default(),
+            nbd_devices: NbdDevices::default(),
             telling: None,
             workers,
             spec: Rc::new(spec),
@@ -290,7 +294,9 @@ impl Server {
         let (disks, exports) = (self.disks.clone(), self.exports.clone());
         *reporting = self.spec.stats_path.clone().map(|path| Reporting::begin(disks, exports, path));
         let disks: Vec<_> = self.disks.all().iter().map(|disk| disk.introduction()).collect();
-        ready(Ready { addresses: &addresses, blocks: &self.blocks.paths(), disks: &disks })?;
+        let mut blocks = self.blocks.paths();
+        blocks.extend(self.nbd_devices.paths());
+        ready(Ready { addresses: &addresses, blocks: &blocks, disks: &disks })?;
         self.telling =
             self.spec.notify.clone().map(|manager| spawn_local(async move { manager.is_ready().await }));
         let signal = async { ears.asked_to_end(signals).await.map(Some) };
@@ -393,14 +399,19 @@ impl Server {
         self.files = FuseFiles::begin(&files, &spec.exports, &self.disks, &self.workers).await?;
         let where_to = (&self.workers, spec.mode);
         self.blocks = Blocks::begin(&blocks, &spec.exports, &self.disks, where_to, &self.shutdown).await?;
-        self.size_watchers.add(self.files.size_notifiers(), self.blocks.size_notifiers());
+        let devices: Vec<_> =
+            spec.nbd_devices.iter().filter(|device| is_there(&device.export)).cloned().collect();
+        self.nbd_devices =
+            NbdDevices::begin(&devices, &self.disks, &self.door, spec.connections_at_once).await?;
+        let (files, blocks) = (self.files.size_notifiers(), self.blocks.size_notifiers());
+        self.size_watchers.add(files, blocks, self.nbd_devices.size_notifiers());
         Ok(())
     }
 
     /// Completes when the server has become unreachable for all clients although no signal came.
     async fn unused(&self, has_no_socket: bool) -> Result<Option<Signal>> {
         let spec = &self.spec;
-        let serves_others = spec.fuse.is_empty() && spec.ublk.is_empty()
+        let serves_others = spec.fuse.is_empty() && spec.ublk.is_empty() && spec.nbd_devices.is_empty()
             || !has_no_socket
             || !spec.vhost.is_empty()
             || spec.control_path.is_some();
@@ -409,7 +420,8 @@ impl Server {
                 self.files.unmounted().await;
             }
         };
-        let ((), gone) = zip(unmounted, self.blocks.gone()).await;
+        let ((), gone) = zip(unmounted, zip(self.blocks.gone(), self.nbd_devices.gone())).await;
+        let gone = gone.0.and(gone.1);
         if serves_others {
             std::future::pending::<()>().await;
         }
@@ -428,6 +440,11 @@ impl Server {
         self.disks.flash().iter().for_each(|flash| flash.server_ends());
         let all = self.disks.end();
         all.iter().for_each(|disk| disk.open_for_good()); // what waits at a paused disk was begun, too
+        // While their sessions are there: the kernel writes what it has cached.
+        let devices = std::mem::take(&mut self.nbd_devices);
+        let in_time = async { clock().sleep(self.spec.drain_time).await };
+        let again = async { drop(ears.asked_to_end(signals).await) };
+        or(devices.end(), or(in_time, again)).await;
         self.shutdown.drain();
         let (files, blocks) = (std::mem::take(&mut self.files), std::mem::take(&mut self.blocks));
         // The errors of closing, including those of disks that are closed while others are not.

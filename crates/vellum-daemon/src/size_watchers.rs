@@ -12,8 +12,8 @@ use vellum_core::join_all;
 use vellum_export::fuse::SizeNotifier;
 use vellum_io::{clock, unblock};
 
-use crate::ublk;
 use crate::vhost::Devices;
+use crate::{nbd_devices, ublk};
 
 /// How long to wait for a kernel to read the size again. It is notified all the same: a file whose lanes are full
 /// follows later.
@@ -23,8 +23,10 @@ const NOTIFY_MAX: Duration = Duration::from_secs(2);
 #[derive(Clone)]
 pub(crate) struct SizeWatchers {
     devices: Devices,
-    shown: Rc<OnceCell<(Arc<[SizeNotifier]>, ublk::SizeNotifiers)>>,
+    shown: Rc<OnceCell<Shown>>,
 }
+
+type Shown = (Arc<[SizeNotifier]>, ublk::SizeNotifiers, Arc<[nbd_devices::SizeNotifier]>);
 
 impl SizeWatchers {
     pub(crate) fn new(devices: Devices) -> Self {
@@ -32,17 +34,25 @@ impl SizeWatchers {
     }
 
     /// Adds the files and block devices.
-    pub(crate) fn add(&self, files: Arc<[SizeNotifier]>, blocks: ublk::SizeNotifiers) {
-        let is_first = self.shown.set((files, blocks)).is_ok();
+    pub(crate) fn add(
+        &self,
+        files: Arc<[SizeNotifier]>,
+        blocks: ublk::SizeNotifiers,
+        nbd_devices: Arc<[nbd_devices::SizeNotifier]>,
+    ) {
+        let is_first = self.shown.set((files, blocks, nbd_devices)).is_ok();
         debug_assert!(is_first, "they are made once");
     }
 
     /// Makes all of them read the size again. A front end that already knows it does nothing.
     pub(crate) async fn notify(&self) {
         self.devices.look_again();
-        let Some((files, blocks)) = self.shown.get() else { return };
+        let Some((files, blocks, nbd_devices)) = self.shown.get() else { return };
         let files = files.iter().cloned().map(|file| Box::pin(unblock(move || file.notify())));
         or(async { drop(join_all(files).await) }, clock().sleep(NOTIFY_MAX)).await;
         blocks.look_again().await;
+        let devices =
+            nbd_devices.iter().cloned().map(|device| Box::pin(unblock(move || device.look_again())));
+        or(async { drop(join_all(devices).await) }, clock().sleep(NOTIFY_MAX)).await;
     }
 }

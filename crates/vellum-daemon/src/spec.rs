@@ -103,6 +103,8 @@ pub struct ServeSpec {
     pub fuse: Vec<FuseSpec>,
     /// Block devices of this kernel that show the disks.
     pub ublk: Vec<UblkSpec>,
+    /// Block devices of the kernel's nbd driver that show the disks.
+    pub nbd_devices: Vec<NbdDeviceSpec>,
     /// Workers.
     pub threads: usize,
     /// How they reach the kernel.
@@ -163,6 +165,15 @@ pub struct NbdSpec {
     pub export: Option<String>,
     /// The address.
     pub address: Address,
+}
+
+/// A block device of the kernel's nbd driver that is to show a disk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NbdDeviceSpec {
+    /// The export's name; nothing where there is one disk only.
+    pub export: Option<String>,
+    /// The device, such as `/dev/nbd0`.
+    pub path: PathBuf,
 }
 
 /// A block device that is to show a disk.

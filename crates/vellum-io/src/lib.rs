@@ -20,7 +20,7 @@
 //! 4. Storage that does not answer delays its own requests, and those of no other storage.
 //!
 //! In reading order: `worker` (the loop), `workers`, `driver` (operations, their slots, the two drivers),
-//! `file`, `ram`, `socket`, `ready`, `eventfd`, `signal`, `process`, `ublk`; and below them `timer`, `blocking`,
+//! `file`, `ram`, `socket`, `ready`, `eventfd`, `signal`, `process`, `ublk`, `nbd_device`; and below them `timer`, `blocking`,
 //! `wakeup`, `oneshot`.
 
 #![cfg(target_os = "linux")]
@@ -29,6 +29,7 @@ mod blocking;
 mod driver;
 mod eventfd;
 mod file;
+mod nbd_device;
 mod oneshot;
 mod process;
 mod ram;
@@ -46,6 +47,7 @@ pub use blocking::{unblock, unblock_at};
 pub use driver::IoMode;
 pub use eventfd::ring;
 pub use file::{Draft, File, LockMode, OpenOptions};
+pub use nbd_device::{NbdDevice, NbdShape};
 pub use oneshot::{Receiver as OneshotReceiver, Sender as OneshotSender, oneshot};
 pub use process::{Identity, Output, close_output, leave_session, lock_pid_file};
 pub use ram::GuestRam;

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use vellum_core::{Error, Result};
 use vellum_daemon::control::{ClientRow, Request, call};
-use vellum_daemon::{IoMode, run as run_worker};
+use vellum_daemon::{IoMode, disconnect_nbd_device, run as run_worker};
 
 use super::Outcome;
 use crate::args::OutputFormat;
@@ -22,9 +22,10 @@ pub(crate) struct Args {
 enum Verb {
     /// List the clients: address, certificate subject and export
     List(ListArgs),
-    /// Disconnect a client
+    /// Disconnect a client, or a block device of the kernel's nbd driver
     ///
-    /// Requests in flight are completed but not answered.
+    /// Requests in flight are completed but not answered. A device is disconnected from its server, whichever program that
+    /// is; unmount it before.
     Disconnect(DisconnectArgs),
 }
 
@@ -41,20 +42,28 @@ struct ListArgs {
 #[derive(clap::Args)]
 struct DisconnectArgs {
     /// Control socket of the server, as given to `vellum serve --control`
-    #[arg(long, value_name = "PATH")]
-    control: PathBuf,
+    #[arg(long, value_name = "PATH", requires = "id", required_unless_present = "device")]
+    control: Option<PathBuf>,
     /// ID of the client, as `vellum client list` shows it
-    #[arg(value_name = "ID")]
-    id: u64,
+    #[arg(value_name = "ID", requires = "control")]
+    id: Option<u64>,
+    /// The block device, such as /dev/nbd0
+    #[arg(long, value_name = "DEVICE", conflicts_with_all = ["id", "control"])]
+    device: Option<PathBuf>,
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
     match &args.verb {
         Verb::List(args) => list(args)?,
-        Verb::Disconnect(args) => {
-            ask(&args.control, &Request::ClientDisconnect { id: args.id })?;
+        Verb::Disconnect(DisconnectArgs { device: Some(device), .. }) => {
+            disconnect_nbd_device(device)?;
+            say(&format!("{} disconnected", device.display()));
+        }
+        Verb::Disconnect(DisconnectArgs { control: Some(control), id: Some(id), .. }) => {
+            ask(control, &Request::ClientDisconnect { id: *id })?;
             say("Disconnected.");
         }
+        Verb::Disconnect(_) => return Err(Error::invalid("use --control PATH ID or --device DEVICE").into()),
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -13,8 +13,8 @@ use vellum_core::{Error, Result, UrlPrefix};
 use vellum_daemon::spec::{parse_address, parse_nbd};
 use vellum_daemon::{
     Address, BootTrace, ExportSpec, FlashPolicy, FlashSpec, FormatKind, FuseSpec, GrowHook, HydrationSpec,
-    ImageOptions, IoMode, NbdSpec, NotifySocket, PassedSocket, PassedTo, Prealloc, PrefetchLimits,
-    RateLimits, ServeSpec, SessionLimits, SocketRights, TlsFiles, UblkSpec, VhostSpec, serve,
+    ImageOptions, IoMode, NbdDeviceSpec, NbdSpec, NotifySocket, PassedSocket, PassedTo, Prealloc,
+    PrefetchLimits, RateLimits, ServeSpec, SessionLimits, SocketRights, TlsFiles, UblkSpec, VhostSpec, serve,
 };
 
 use self::disk::DiskArgs;
@@ -55,7 +55,7 @@ const CONTROL: &str = "Control, sockets and statistics";
 /// reloads the certificates, SIGUSR1 prints the state to stderr. If the server is killed, flushed data is
 /// safe, and the next server recovers the images.
 ///
-/// At least one of --nbd, --vhost-user-blk, --fuse and --ublk is needed, unless a service manager passes
+/// At least one of --nbd, --vhost-user-blk, --fuse, --ublk and --nbd-device is needed, unless a service manager passes
 /// sockets.
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -111,6 +111,12 @@ pub(crate) struct Args {
     /// several times.
     #[arg(long, value_name = "[NAME=]N|auto", value_parser = parse_ublk, help_heading = OTHERS)]
     ublk: Vec<UblkSpec>,
+    /// Show the disk as the block device DEVICE of the kernel's nbd driver, such as /dev/nbd0
+    ///
+    /// NAME= selects the export if there are several. May be given several times. The device is disconnected
+    /// at exit; unmount it before. `vellum client disconnect --device DEVICE` disconnects it too.
+    #[arg(long, value_name = "[NAME=]DEVICE", value_parser = parse_nbd_device, help_heading = OTHERS)]
+    nbd_device: Vec<NbdDeviceSpec>,
     /// Keep the block devices when the server exits or is killed
     ///
     /// Their requests wait for the next server that is started with the same N. Each write is durable before
@@ -467,6 +473,11 @@ fn parse_fuse(text: &str) -> Result<FuseSpec> {
     Ok(FuseSpec { export, path })
 }
 
+fn parse_nbd_device(text: &str) -> Result<NbdDeviceSpec> {
+    let (export, path) = parse_place(text, "block device", "DEVICE")?;
+    Ok(NbdDeviceSpec { export, path })
+}
+
 fn parse_ublk(text: &str) -> Result<UblkSpec> {
     let (export, number) = match text.split_once('=') {
         Some((name, number)) => (Some(name.to_owned()), number),
@@ -490,7 +501,10 @@ fn passed_sockets(args: &Args) -> Result<Vec<PassedSocket>> {
             "sockets were passed to this program (LISTEN_FDS) and replace --nbd: omit --nbd",
         ));
     }
-    let serves_others = !args.fuse.is_empty() || !args.vhost_user_blk.is_empty() || !args.ublk.is_empty();
+    let serves_others = !args.fuse.is_empty()
+        || !args.vhost_user_blk.is_empty()
+        || !args.ublk.is_empty()
+        || !args.nbd_device.is_empty();
     if passed.is_empty() && args.nbd.is_empty() && !serves_others {
         let others = match passed_to.for_whom() {
             Some(pid) => format!(
@@ -502,7 +516,7 @@ fn passed_sockets(args: &Args) -> Result<Vec<PassedSocket>> {
         };
         return Err(Error::invalid(format!(
             "there is nowhere to serve the disk: use --nbd unix:PATH or tcp:HOST:PORT, --vhost-user-blk PATH, \
-             --fuse FILE or --ublk N{others}",
+             --fuse FILE, --ublk N or --nbd-device DEVICE{others}",
         )));
     }
     Ok(passed)
@@ -588,8 +602,11 @@ pub(crate) fn run(mut args: Args) -> Outcome {
         .into());
     }
     let tls = tls_files(&args, !args.nbd.is_empty() || !passed.is_empty())?;
-    if args.exit_when_unused && args.nbd.is_empty() && passed.is_empty() {
-        return Err(Error::invalid("--exit-when-unused is about NBD clients and needs --nbd").into());
+    if args.exit_when_unused && args.nbd.is_empty() && args.nbd_device.is_empty() && passed.is_empty() {
+        return Err(Error::invalid(
+            "--exit-when-unused is about NBD clients and needs --nbd or --nbd-device",
+        )
+        .into());
     }
     let named =
         args.image.as_ref().map(|image| named_part(image, args.format, args.disk.image_opts, parse_size));
@@ -685,6 +702,7 @@ pub(crate) fn run(mut args: Args) -> Outcome {
             })
             .collect(),
         fuse: args.fuse.clone(),
+        nbd_devices: args.nbd_device.clone(),
         ublk: args
             .ublk
             .iter()

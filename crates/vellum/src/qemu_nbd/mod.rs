@@ -112,6 +112,10 @@ struct Said {
     port: Option<String>,
     bind: Option<String>,
     socket: Option<OsString>,
+    /// A block device of the kernel that is to show the image.
+    device: Option<OsString>,
+    /// What the operand names is such a device, and loses its server.
+    disconnects: bool,
     shared: Option<u16>,
     is_persistent: bool,
     is_verbose: bool,
@@ -150,6 +154,8 @@ impl Said {
                 }
                 self.socket = value;
             }
+            ("connect", _) => self.device = value,
+            ("disconnect", _) => self.disconnects = true,
             ("shared", _) => {
                 let number = number_of(&text()).and_then(|number| u16::try_from(number).ok());
                 self.shared =
@@ -296,6 +302,15 @@ impl Said {
 
     /// The command line of ours.
     fn line(mut self, image: &OsStr) -> Result<Vec<OsString>, String> {
+        if self.disconnects {
+            let mut device = OsString::from("--device=");
+            device.push(image);
+            return Ok(["vellum", "client", "disconnect"]
+                .map(OsString::from)
+                .into_iter()
+                .chain([device])
+                .collect());
+        }
         if let Some(wanted) = self.tls.take() {
             let found = self.certificates.iter().position(|(id, _)| *id == wanted);
             let found = found
@@ -312,6 +327,7 @@ impl Said {
                     .to_owned(),
             );
         }
+        let is_asked = self.socket.is_some() || self.bind.is_some() || self.port.is_some();
         let address = match self.socket.take() {
             Some(path) => {
                 let mut address = OsString::from("unix:");
@@ -331,9 +347,15 @@ impl Said {
                 format!("tcp:{host}:{port}").into()
             }
         };
-        // Sockets that were passed replace the address.
-        if std::env::var_os("LISTEN_FDS").is_none() {
+        // Sockets that were passed replace the address, and a device needs none.
+        if std::env::var_os("LISTEN_FDS").is_none() && (self.device.is_none() || is_asked) {
             self.has("--nbd", Some(&address));
+        }
+        if let Some(device) = self.device.take() {
+            self.has("--nbd-device", Some(&device));
+            if !self.is_verbose && !self.is_forked {
+                self.has("--fork", None);
+            }
         }
         let shared = self.shared.unwrap_or(1).to_string();
         self.has("--shared", Some(OsStr::new(&shared)));

@@ -97,16 +97,10 @@ pub(crate) static GROUPS: &[(&str, &[OptionRow])] = &[
             with(
                 Some('c'),
                 "connect",
-                Refused,
-                "`vellum serve --ublk auto` gives a block device; for one of the nbd driver, serve with -k SOCKET and connect it \
-                 with `nbd-client -unix SOCKET DEVICE`",
+                Own("`--nbd-device DEVICE --fork`"),
+                "no socket is made unless -k, -p or -b asks for one; with -v it stays in the foreground, as there",
             ),
-            flag(
-                Some('d'),
-                "disconnect",
-                Refused,
-                "`nbd-client -d DEVICE` disconnects a device of the nbd driver",
-            ),
+            flag(Some('d'), "disconnect", Own("`vellum client disconnect --device DEVICE`"), ""),
         ],
     ),
     (

@@ -59,6 +59,15 @@ fn command_lines_are_turned_into_ours() {
                 .to_owned(),
         ),
         (
+            "-c /dev/nbd0 a",
+            "--nbd-device=/dev/nbd0 --fork --shared=1 --discard=ignore --exit-when-unused --quiet --description= -- a"
+                .to_owned(),
+        ),
+        (
+            "-t -v -c /dev/nbd0 -k /s a",
+            "--nbd=unix:/s --nbd-device=/dev/nbd0 --shared=1 --discard=ignore --log=debug --description= -- a".to_owned(),
+        ),
+        (
             "-k /s -r -s a",
             "--nbd=unix:/s --shared=1 --discard=ignore --read-only --exit-when-unused --quiet --description= -- a".to_owned(),
         ),
@@ -78,6 +87,7 @@ fn command_lines_are_turned_into_ours() {
         let ours = format!("vellum serve {ours}");
         assert_eq!(line(theirs).as_deref(), Ok(ours.as_str()), "{theirs}");
     }
+    assert_eq!(line("-d /dev/nbd0").as_deref(), Ok("vellum client disconnect --device=/dev/nbd0"));
     assert!(line("--version").unwrap().starts_with("says qemu-nbd 10."));
     assert!(line("-h").unwrap().starts_with("says Usage: qemu-nbd"));
 }

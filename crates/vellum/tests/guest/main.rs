@@ -18,7 +18,9 @@ mod support;
 
 mod cpio;
 mod debian;
+mod first_files;
 mod machine;
+mod nbd_device;
 mod template;
 mod tools;
 mod ublk;

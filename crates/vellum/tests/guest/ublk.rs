@@ -10,21 +10,18 @@
 
 use std::path::{Path, PathBuf};
 
-use super::cpio::Archive;
 use super::debian::Debian;
+use super::first_files::first_files;
 use super::machine::Machine;
 use super::pages_range;
 use super::support::dir::Dir;
 use super::support::noise;
-use super::support::program::{has, path_text, skipped, succeed, vellum};
+use super::support::program::{path_text, skipped, vellum};
 use super::tools::{Files, sha256, tool};
 use crate::requires;
 
 const NOISE_BYTES: usize = 4 << 20;
 const DISK_BYTES: u64 = 64 << 20;
-
-/// What is needed of the host's programs in the guest.
-const PROGRAMS: [&str; 2] = [env!("CARGO_BIN_EXE_vellum"), "/usr/sbin/mke2fs"];
 
 #[test]
 fn a_guest_serves_block_devices_to_itself() {
@@ -42,8 +39,8 @@ fn a_guest_serves_block_devices_to_itself() {
     let dir = Dir::new("ublk");
     let noise = noise(NOISE_BYTES, 4);
     let disk = make_disk(&dir, &noise);
-    let first_files = dir.join("first.cpio");
-    std::fs::write(&first_files, first_archive(&debian, &dir)).expect("the kernel's first files");
+    let init = include_bytes!("ublk.sh");
+    let first_files = first_files(&debian, &dir, init, &["virtio_pci", "virtio_blk", "ext4", "ublk_drv"]);
 
     let drive = format!("file={},format=raw,if=virtio,cache=unsafe", path_text(&disk));
     let arguments = ["-no-reboot", "-m", "1024", "-smp", "2", "-drive", &drive].map(str::to_owned);
@@ -153,56 +150,4 @@ fn make_disk(dir: &Dir, noise: &[u8]) -> PathBuf {
     }
     tool("mke2fs", &["-q", "-t", "ext4", "-d", path_text(&root), path_text(&disk), "320M"]);
     disk
-}
-
-/// What the kernel has at first: busybox, our program and another with their libraries, the modules, and the
-/// story.
-fn first_archive(debian: &Debian, dir: &Dir) -> Vec<u8> {
-    let mut archive = Archive::default();
-    let mut dirs = vec!["bin".to_owned(), "dev".to_owned(), "modules".to_owned()];
-    let mut files: Vec<(String, Vec<u8>)> = Vec::new();
-    let read =
-        |path: &Path| std::fs::read(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-    for program in PROGRAMS {
-        let name = Path::new(program).file_name().and_then(|name| name.to_str()).expect("a name");
-        files.push((format!("bin/{name}"), read(&stripped(dir, program, name))));
-        // A line is `NAME => PATH (ADDRESS)`, or the loader's path alone.
-        for library in succeed("ldd", &[program]).split_whitespace().filter(|word| word.starts_with('/')) {
-            files.push((library.trim_start_matches('/').to_owned(), read(Path::new(library))));
-        }
-    }
-    files.sort();
-    files.dedup_by(|one, other| one.0 == other.0);
-    for (name, _) in &files {
-        let parents = Path::new(name).ancestors().skip(1).filter_map(Path::to_str);
-        dirs.extend(parents.filter(|parent| !parent.is_empty()).map(str::to_owned));
-    }
-    dirs.sort();
-    dirs.dedup();
-    for dir in &dirs {
-        archive.directory(dir);
-    }
-    archive.character_device("dev/console", 5, 1);
-    archive.program("bin/busybox", &read(&debian.busybox));
-    archive.program("init", include_bytes!("ublk.sh"));
-    for (name, bytes) in &files {
-        archive.program(name, bytes);
-    }
-    let mut order = String::new();
-    for (name, bytes) in debian.modules(&["virtio_pci", "virtio_blk", "ext4", "ublk_drv"]) {
-        archive.program(&format!("modules/{name}"), &bytes);
-        order += &format!("{name}\n");
-    }
-    archive.program("modules/order", order.as_bytes());
-    archive.finish()
-}
-
-/// The program without debug information, if that can be stripped: it is most of it.
-fn stripped(dir: &Dir, program: &str, name: &str) -> PathBuf {
-    if !has("strip") {
-        return program.into();
-    }
-    let small = dir.join(name);
-    succeed("strip", &["-o", path_text(&small), program]);
-    small
 }

@@ -56,10 +56,10 @@ pub(crate) struct ProcessArgs {
     ///
     /// With the groups of the user, unless --group names one. What is opened later, such as images that are added, is opened
     /// with the rights of the user. Needs root.
-    #[arg(long, value_name = "USER", conflicts_with_all = ["fuse", "ublk"], help_heading = CONTROL)]
+    #[arg(long, value_name = "USER", conflicts_with_all = ["fuse", "ublk", "nbd_device"], help_heading = CONTROL)]
     user: Option<String>,
     /// As --user, for the group, and with no other group
-    #[arg(long, value_name = "GROUP", conflicts_with_all = ["fuse", "ublk"], help_heading = CONTROL)]
+    #[arg(long, value_name = "GROUP", conflicts_with_all = ["fuse", "ublk", "nbd_device"], help_heading = CONTROL)]
     group: Option<String>,
 }
 

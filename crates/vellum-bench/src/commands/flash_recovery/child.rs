@@ -92,6 +92,8 @@ pub(super) struct Opening {
     pub(super) ring_bytes: u64,
     pub(super) reads: u64,
     pub(super) bytes_read: u64,
+    /// What of that was slots, which the newest records check.
+    pub(super) slot_bytes_read: u64,
     pub(super) writes: u64,
     pub(super) bytes_written: u64,
     pub(super) flushes: u64,
@@ -172,7 +174,9 @@ fn peak_bytes() -> u64 {
 
 async fn open(path: &Path, memory: Option<u64>, tally: &Arc<IoTally>) -> Result<(Arc<FlashCache>, Opening)> {
     let file: SharedStorage = File::open(path, OpenOptions::writing()).await?;
-    let storage = Tallied::shared(file, tally.clone());
+    let slots = Sparse::dropping(file.clone(), slots_at(&super::facts_of(file.len())?));
+    slots.keep_all();
+    let storage = Tallied::shared(slots.clone(), tally.clone());
     let (begun, processor, peak) = (Instant::now(), on_processor(), peak_bytes());
     let mut options = FlashOptions::new(Some(vellum_io::clock()), Random::from_seed(1));
     options.memory_bytes_max = memory;
@@ -187,6 +191,7 @@ async fn open(path: &Path, memory: Option<u64>, tally: &Arc<IoTally>) -> Result<
         ring_bytes: facts.ring_bytes,
         reads: counts.reads,
         bytes_read: counts.bytes_read,
+        slot_bytes_read: slots.bytes_read(),
         writes: counts.writes,
         bytes_written: counts.bytes_written,
         flushes: counts.flushes,

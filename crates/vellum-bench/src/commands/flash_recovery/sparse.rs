@@ -2,7 +2,7 @@
 //! reads as zeros.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use vellum_core::{
     Buffer, ImageOffset, ImageSpan, Limits, LocalFuture, Result, SharedStorage, Storage, StorageRun, Zeroes,
@@ -13,11 +13,17 @@ pub(super) struct Sparse {
     /// What is written from here on is dropped.
     from: u64,
     drops: AtomicBool,
+    bytes_read: AtomicU64,
 }
 
 impl Sparse {
     pub(super) fn dropping(inner: SharedStorage, from: u64) -> Arc<Self> {
-        Arc::new(Self { inner, from, drops: AtomicBool::new(true) })
+        Arc::new(Self { inner, from, drops: AtomicBool::new(true), bytes_read: AtomicU64::new(0) })
+    }
+
+    /// How much was read from there on.
+    pub(super) fn bytes_read(&self) -> u64 {
+        self.bytes_read.load(Ordering::Relaxed)
     }
 
     /// Drops nothing from now on.
@@ -44,6 +50,9 @@ impl Storage for Sparse {
     }
 
     fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+        if at.bytes() >= self.from {
+            self.bytes_read.fetch_add(buffer.len() as u64, Ordering::Relaxed);
+        }
         self.inner.read(at, buffer)
     }
 

@@ -13,13 +13,16 @@
 //! 1. What is copied is what the disk reads as anyway, and goes in by a fill (contract 15): it changes no answer, and never
 //!    overwrites what a guest has written.
 //! 2. Nothing becomes *below* again in an image that stays open. So once a round has found no difference there is none, whatever
-//!    guests do until the header changes.
+//!    guests do until the header changes. What counts is what differs, not what was kept: a fill is dropped where a guest writes to
+//!    the same block, and parts of that block may still be read from below afterwards.
 //! 3. Both chains are open, and so locked, until then. A file below that another program changes all the same is noticed by its
 //!    size and times.
 //! 4. Whatever fails or is cancelled leaves the image over its old backing image, with what was copied. The next run continues.
 
+use std::cell::Cell;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use vellum_core::{
     Buffer, Context, Error, ErrorKind, GuestOffset, GuestSpan, LocalFuture, Place, Result, SharedDisk, lock,
@@ -45,6 +48,9 @@ const PIECE: u64 = 1 << 20;
 /// How often a fill is tried again that finds no room after a flush.
 const FLUSHES_MAX: u32 = 64;
 
+/// If nothing could be copied for so long, although there is something to copy, the rebase is given up.
+const STILL_MAX: Duration = Duration::from_secs(60);
+
 /// What a disk is to stand on.
 #[derive(Debug, Clone)]
 pub(crate) struct LiveRebase {
@@ -69,6 +75,8 @@ struct Comparing {
     new: SharedDisk,
     /// A fill keeps whole blocks of so many bytes.
     unit: u64,
+    /// How many bytes fills have kept.
+    kept: Cell<u64>,
 }
 
 impl Served {
@@ -129,6 +137,7 @@ impl Served {
             old,
             new: new.disk().clone(),
             unit,
+            kept: Cell::new(0),
         };
         let useless = match depth {
             Some(depth) => (1..depth).map(|at| open.member(at).path.clone()).collect(),
@@ -279,7 +288,9 @@ async fn depth_in(open: &Chain, base: &PathBuf) -> Option<usize> {
 impl Comparing {
     /// In rounds, until one has found no difference.
     async fn copy_all(&self, job: &Job, size: u64) -> Result<()> {
+        let mut moved_at = clock().now();
         loop {
+            let kept_before = self.kept.get();
             let (mut rest, mut found) = (GuestOffset::ZERO.span(size), 0);
             while !rest.is_empty() {
                 job.go_on(0).await?;
@@ -297,6 +308,19 @@ impl Comparing {
                 return Ok(());
             }
             job.set_left(found);
+            if self.kept.get() > kept_before {
+                moved_at = clock().now();
+            } else if clock().now().saturating_sub(moved_at) > STILL_MAX {
+                return Err(Error::new(
+                    ErrorKind::Io,
+                    format!(
+                        "{found} bytes could not be copied into the image, because guests keep writing beside them: try again, limit \
+                         the guests (`vellum limits`), or stop the server and use `vellum rebase`"
+                    ),
+                ));
+            } else {
+                clock().sleep(AGAIN).await;
+            }
         }
     }
 
@@ -349,7 +373,9 @@ impl Comparing {
                 // One that is equal ends the run, and was looked at.
                 let len = 1 + differs.by_ref().take_while(|differs| *differs).count();
                 let bytes = start * block..((start + len) * block).min(old.len());
-                found += self.fill(span.start() + bytes.start as u64, &old[bytes]).await?;
+                found += bytes.len() as u64;
+                let kept = self.fill(span.start() + bytes.start as u64, &old[bytes]).await?;
+                self.kept.set(self.kept.get() + kept);
                 from = start + len + 1;
             }
         }

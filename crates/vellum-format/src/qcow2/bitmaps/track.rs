@@ -214,7 +214,9 @@ impl Tracked {
         if is_marked && !self.is_closing.load(Ordering::Acquire) {
             return exact.full_word(index);
         }
-        exact.word(index) | lock(&self.held).as_ref().map_or(0, |held| held.word(index))
+        // Locked before the exact bits are read: what was held may become part of them meanwhile.
+        let held = lock(&self.held);
+        self.exact.load().word(index) | held.as_ref().map_or(0, |held| held.word(index))
     }
 
     /// Marks the regions of a run on the medium, with the next commit. Returns how many bytes of a record that takes. The caller

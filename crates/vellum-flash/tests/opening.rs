@@ -192,6 +192,9 @@ fn slots_that_were_given_up_get_other_blocks_and_a_crash_finds_those_alone() {
                 drop(disk);
                 drop(cache);
                 home = home.reopened();
+                let mut said = Vec::new();
+                let errors = flash::check(&filled.storage, &mut |line| said.push(line)).await.unwrap();
+                assert_eq!(errors, 0, "seed {seed}, round {round}: {said:?}");
             }
         });
     }

@@ -335,5 +335,7 @@ async fn draft(open: &Chain, below: &Place, path: &Path, format: FormatKind) -> 
         }
     };
     made.map_err(context)?;
+    // What guests write from now on is as private as what they wrote before.
+    draft.take_rights_of(&below.path)?;
     Ok(draft)
 }

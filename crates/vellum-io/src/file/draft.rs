@@ -77,6 +77,24 @@ impl Draft {
         &self.path
     }
 
+    /// Gives it the owner and the mode of another file. If this process may not give it to that owner, it keeps the rights for its
+    /// own owner alone.
+    ///
+    /// # Errors
+    /// Those of the host.
+    pub fn take_rights_of(&self, other: &Path) -> Result<()> {
+        let taken = rustix::fs::stat(other).and_then(|facts| match take_over(&self.file, &facts) {
+            Err(Errno::PERM) => rustix::fs::fchmod(&self.file, Mode::from_raw_mode(facts.st_mode & 0o700)),
+            taken => taken,
+        });
+        taken.map_err(|errno| {
+            Error::io(
+                errno.into(),
+                format!("can't give {} the rights of {}", self.target.display(), other.display()),
+            )
+        })
+    }
+
     /// Whether it will replace another file.
     pub fn replaces(&self) -> bool {
         self.old.is_some()
@@ -338,6 +356,18 @@ mod tests {
         fn drop(&mut self) {
             drop(fs::remove_dir_all(&self.0));
         }
+    }
+
+    #[test]
+    fn a_new_file_is_as_private_as_another_one() {
+        let dir = Dir::new("rights");
+        let (old, new) = (dir.0.join("old"), dir.0.join("new"));
+        fs::write(&old, b"old").expect("a file");
+        fs::set_permissions(&old, fs::Permissions::from_mode(0o600)).expect("our file");
+        let draft = draft_of(&new);
+        draft.take_rights_of(&old).expect("it is ours");
+        publish(draft, true).expect("the name is free");
+        assert_eq!(fs::metadata(&new).expect("a file").mode() & 0o777, 0o600);
     }
 
     fn draft_of(path: &Path) -> Draft {

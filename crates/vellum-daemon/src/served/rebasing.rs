@@ -423,3 +423,113 @@ async fn read(disk: &SharedDisk, span: GuestSpan) -> Result<Vec<u8>> {
     }
     Ok(bytes)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use vellum_core::{BlockSize, Disk, Extent, Filled, Geometry, MemoryDisk, WriteFlags, ZeroFlags};
+    use vellum_io::{IoMode, run};
+
+    use super::*;
+
+    const BLOCK: u64 = 4096;
+    const BLOCKS: u64 = 8;
+
+    /// An image without data, whose guests write to some of its blocks for a while: fills of those are dropped.
+    struct Busy {
+        filled: Mutex<Vec<Option<u8>>>,
+        drops: AtomicU32,
+    }
+
+    impl Disk for Busy {
+        fn geometry(&self) -> Geometry {
+            let block = BlockSize::PAGE;
+            Geometry {
+                size: BLOCK * BLOCKS,
+                block_size: block,
+                preferred_size: block,
+                read_only: false,
+                fast_zeroes: false,
+            }
+        }
+
+        fn read(&self, _: GuestOffset, _: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+            unreachable!("what it shows is read from below")
+        }
+
+        fn write(&self, _: GuestOffset, _: Buffer, _: WriteFlags) -> LocalFuture<'_, Result<()>> {
+            unreachable!("a rebase writes nothing")
+        }
+
+        fn flush(&self) -> LocalFuture<'_, Result<()>> {
+            Box::pin(std::future::ready(Ok(())))
+        }
+
+        fn write_zeroes(&self, _: GuestSpan, _: ZeroFlags) -> LocalFuture<'_, Result<()>> {
+            unreachable!("a rebase writes nothing")
+        }
+
+        fn discard(&self, _: GuestSpan, _: WriteFlags) -> LocalFuture<'_, Result<()>> {
+            unreachable!("a rebase writes nothing")
+        }
+
+        fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
+            let block = usize::try_from(span.start().bytes() / BLOCK).expect("small");
+            let place = match lock(&self.filled)[block] {
+                Some(_) => Place::Zero { allocated: true },
+                None => Place::Below,
+            };
+            let span = span.start().span(BLOCK.min(span.len()));
+            Box::pin(std::future::ready(Ok(vec![Extent { span, place }])))
+        }
+
+        fn fill(&self, at: GuestOffset, data: Buffer) -> LocalFuture<'_, Result<Filled>> {
+            let bytes = data.to_vec();
+            let mut kept = 0;
+            for (index, block) in bytes.chunks(BLOCK as usize).enumerate() {
+                let number = usize::try_from(at.bytes() / BLOCK).expect("small") + index;
+                let is_claimed = number == 5
+                    && self
+                        .drops
+                        .fetch_update(Ordering::AcqRel, Ordering::Acquire, |left| left.checked_sub(1))
+                        .is_ok();
+                if !is_claimed && lock(&self.filled)[number].replace(block[0]).is_none() {
+                    kept += block.len() as u64;
+                }
+            }
+            Box::pin(std::future::ready(Ok(Filled { kept, wants_flush: false })))
+        }
+
+        fn close(&self) -> LocalFuture<'_, Result<()>> {
+            Box::pin(std::future::ready(Ok(())))
+        }
+    }
+
+    /// A round in which every fill was dropped has found differences all the same, and is not the last one.
+    #[test]
+    fn what_guests_write_to_is_copied_when_they_have_written() {
+        let busy =
+            Arc::new(Busy { filled: Mutex::new(vec![None; BLOCKS as usize]), drops: AtomicU32::new(3) });
+        let its = busy.clone();
+        let ended = run(IoMode::Threads, async move || {
+            let size = BLOCK * BLOCKS;
+            let disk: SharedDisk = its;
+            let comparing = Comparing {
+                aside: disk.clone(),
+                top: disk.clone(),
+                disk,
+                between: None,
+                old: MemoryDisk::holding(&vec![7; size as usize]),
+                new: MemoryDisk::new(size),
+                unit: BLOCK,
+                kept: Cell::new(0),
+            };
+            comparing.copy_all(&Job::new("rebase", (PathBuf::new(), Vec::new()), size, None), size).await
+        });
+        ended.expect("a worker").expect("all was copied");
+        assert_eq!(*lock(&busy.filled), vec![Some(7); BLOCKS as usize]);
+        assert_eq!(busy.drops.load(Ordering::Acquire), 0);
+    }
+}

@@ -155,7 +155,11 @@ impl References {
     }
 
     fn add_each(&mut self, clusters: Range<u64>, times: u64) -> bool {
-        clusters.fold(false, |is_shared, cluster| self.add(cluster, times) > 1 || is_shared)
+        let mut is_shared = false;
+        for cluster in clusters {
+            is_shared |= self.add(cluster, times) > 1;
+        }
+        is_shared
     }
 
     fn has_all(&self, number: u64) -> bool {

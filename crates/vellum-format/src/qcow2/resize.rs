@@ -336,7 +336,8 @@ async fn last_state(image: &SharedStorage, header: &Header) -> Result<Option<Clu
     let entry = be64(image.read(slot, Buffer::for_overwrite(8)).await?.slice(), 0);
     let Some(table) = table_of(entry) else { return Ok(None) };
     let bytes = read_table(header, image, table).await?;
-    let at = usize::try_from(last % reach >> cluster.shift()).expect("a table is short") * kinds.words() * 8;
+    let at =
+        usize::try_from((last % reach) >> cluster.shift()).expect("a table is short") * kinds.words() * 8;
     let words = (be64(bytes.slice(), at), if kinds.words() == 2 { be64(bytes.slice(), at + 8) } else { 0 });
     kinds.decode(words).map(Some)
 }

@@ -381,7 +381,7 @@ mod tests {
         let draft = draft_of(&target);
         assert!(!draft.replaces() && !target.exists());
         fs::write(draft.path(), "whole").expect("the draft");
-        publish(draft).expect("nobody is in the way");
+        publish(draft, true).expect("nobody is in the way");
         assert_eq!(fs::read(&target).expect("the image"), b"whole");
         assert_eq!(dir.names(), ["image"]);
         drop(draft_of(&target));
@@ -399,13 +399,13 @@ mod tests {
         assert!(draft.replaces());
         fs::write(draft.path(), "new").expect("the draft");
         assert_eq!(fs::read(&target).expect("the image"), b"old");
-        publish(draft).expect("nobody is in the way");
+        publish(draft, true).expect("nobody is in the way");
         assert_eq!(fs::read(&target).expect("the image"), b"new");
         assert_eq!(fs::metadata(&target).expect("the image").mode() & 0o777, 0o640);
         assert!(link.is_symlink());
         // A link to nothing, and a loop.
         fs::remove_file(&target).expect("the image");
-        publish(draft_of(&link)).expect("nobody is in the way");
+        publish(draft_of(&link), true).expect("nobody is in the way");
         assert!(target.exists() && link.is_symlink());
         symlink("loop", dir.0.join("loop")).expect("a link");
         assert_eq!(begin(&dir.0.join("loop")).expect_err("a loop").kind(), ErrorKind::Invalid);
@@ -434,10 +434,10 @@ mod tests {
         // A program that takes no lock.
         fs::remove_file(&target).expect("the image");
         fs::write(&target, "theirs").expect("a file");
-        assert_eq!(publish(draft).expect_err("it was replaced").kind(), ErrorKind::Locked);
+        assert_eq!(publish(draft, true).expect_err("it was replaced").kind(), ErrorKind::Locked);
         let draft = draft_of(&dir.0.join("new"));
         fs::write(dir.0.join("new"), "theirs").expect("a file");
-        assert_eq!(publish(draft).expect_err("it was made").kind(), ErrorKind::Locked);
+        assert_eq!(publish(draft, true).expect_err("it was made").kind(), ErrorKind::Locked);
         assert_eq!(dir.names(), ["image", "new"]);
     }
 
@@ -496,7 +496,7 @@ mod tests {
     fn a_name_may_be_as_long_as_names_may_be() {
         let dir = Dir::new("long");
         let target = dir.0.join("x".repeat(255));
-        publish(draft_of(&target)).expect("nobody is in the way");
+        publish(draft_of(&target), true).expect("nobody is in the way");
         assert!(target.exists());
     }
 }

@@ -40,7 +40,12 @@ fn a_guest_connects_devices_of_the_nbd_driver() {
 
     let drive = format!("file={},format=raw,if=virtio,cache=unsafe", path_text(&disk));
     let arguments = ["-no-reboot", "-m", "1024", "-smp", "2", "-drive", &drive].map(str::to_owned);
-    let machine = Machine::start(&debian.kernel(), &first_files, "console=ttyS0 panic=-1 quiet", &arguments);
+    let machine = Machine::start(
+        &debian.kernel(),
+        &first_files,
+        "console=ttyS0 panic=-1 quiet no_timer_check",
+        &arguments,
+    );
     let said = machine.wait_for_the_end();
 
     let has = |line: &str| assert!(said.iter().any(|one| one == line), "{line}: {said:#?}");

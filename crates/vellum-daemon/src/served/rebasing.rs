@@ -435,7 +435,9 @@ mod tests {
     use super::*;
 
     const BLOCK: u64 = 4096;
-    const BLOCKS: u64 = 8;
+    const BLOCK_LEN: usize = 4096;
+    const BLOCKS: usize = 8;
+    const SIZE: u64 = 8 * BLOCK;
 
     /// An image without data, whose guests write to some of its blocks for a while: fills of those are dropped.
     struct Busy {
@@ -447,7 +449,7 @@ mod tests {
         fn geometry(&self) -> Geometry {
             let block = BlockSize::PAGE;
             Geometry {
-                size: BLOCK * BLOCKS,
+                size: SIZE,
                 block_size: block,
                 preferred_size: block,
                 read_only: false,
@@ -488,7 +490,7 @@ mod tests {
         fn fill(&self, at: GuestOffset, data: Buffer) -> LocalFuture<'_, Result<Filled>> {
             let bytes = data.to_vec();
             let mut kept = 0;
-            for (index, block) in bytes.chunks(BLOCK as usize).enumerate() {
+            for (index, block) in bytes.chunks(BLOCK_LEN).enumerate() {
                 let number = usize::try_from(at.bytes() / BLOCK).expect("small") + index;
                 let is_claimed = number == 5
                     && self
@@ -510,26 +512,24 @@ mod tests {
     /// A round in which every fill was dropped has found differences all the same, and is not the last one.
     #[test]
     fn what_guests_write_to_is_copied_when_they_have_written() {
-        let busy =
-            Arc::new(Busy { filled: Mutex::new(vec![None; BLOCKS as usize]), drops: AtomicU32::new(3) });
+        let busy = Arc::new(Busy { filled: Mutex::new(vec![None; BLOCKS]), drops: AtomicU32::new(3) });
         let its = busy.clone();
         let ended = run(IoMode::Threads, async move || {
-            let size = BLOCK * BLOCKS;
             let disk: SharedDisk = its;
             let comparing = Comparing {
                 aside: disk.clone(),
                 top: disk.clone(),
                 disk,
                 between: None,
-                old: MemoryDisk::holding(&vec![7; size as usize]),
-                new: MemoryDisk::new(size),
+                old: MemoryDisk::holding(&vec![7; BLOCKS * BLOCK_LEN]),
+                new: MemoryDisk::new(SIZE),
                 unit: BLOCK,
                 kept: Cell::new(0),
             };
-            comparing.copy_all(&Job::new("rebase", (PathBuf::new(), Vec::new()), size, None), size).await
+            comparing.copy_all(&Job::new("rebase", (PathBuf::new(), Vec::new()), SIZE, None), SIZE).await
         });
         ended.expect("a worker").expect("all was copied");
-        assert_eq!(*lock(&busy.filled), vec![Some(7); BLOCKS as usize]);
+        assert_eq!(*lock(&busy.filled), vec![Some(7); BLOCKS]);
         assert_eq!(busy.drops.load(Ordering::Acquire), 0);
     }
 }

@@ -492,7 +492,7 @@ where
     outcome
 }
 
-/// The next piece of the run: as much of it as is in one kind, at most [`PIECE`] bytes where something must
+/// The next piece of the run: as much of it as is in one kind, at most [`PIECE`] bytes, or a unit, where something must
 /// be read.
 async fn next_piece(
     disks: &[&SharedDisk],
@@ -505,7 +505,8 @@ async fn next_piece(
         known.reverse();
     }
     let (run, is_zero) = known.pop().expect("a map is not empty");
-    let longest = if is_zero { u64::MAX } else { PIECE - run.start().bytes() % PIECE };
+    let piece = PIECE.max(unit.bytes());
+    let longest = if is_zero { u64::MAX } else { piece - run.start().bytes() % piece };
     let (span, later) = run.split_at(longest);
     if !later.is_empty() {
         known.push((later, is_zero));

@@ -191,7 +191,8 @@ impl Shown {
     /// Waits until the kernel has the device.
     async fn until_connected(&self) -> Result<()> {
         let connected = async {
-            while self.device.served_by() != Some(std::process::id()) {
+            // If another program was faster, the thread has ended. What the kernel says is the number of a thread.
+            while !self.device.is_connected() {
                 clock().sleep(LOOKED_EVERY).await;
             }
             // Whoever opens it first has the kernel look for partitions.

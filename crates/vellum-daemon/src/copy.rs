@@ -37,9 +37,8 @@ use vellum_io::clock;
 pub use compared::{Comparison, compare, compare_strictly};
 use differing::{differences, write_runs};
 
-/// Bytes copied as one piece: what is in flight at once stays in memory that is used again and again, and in the processor's
-/// caches; and the host's page cache gets no larger runs of memory at once than it has at hand.
-const PIECE: u64 = 512 << 10;
+/// Bytes copied as one piece. No cluster that is compressed is larger.
+const PIECE: u64 = 2 << 20;
 
 /// Compressed data is written when there is this much of it, in bytes: all of it lies together, and what is left of its
 /// last cluster stays free.

@@ -105,7 +105,7 @@ impl NbdDevices {
         self.0.iter().map(|shown| shown.device.path().to_owned()).collect()
     }
 
-    /// The handles that tell the kernel that a disk has grown.
+    /// The handles that see that a disk has grown.
     pub(crate) fn size_notifiers(&self) -> Arc<[SizeNotifier]> {
         self.0.iter().map(Shown::size_notifier).collect()
     }
@@ -290,7 +290,7 @@ fn shake_hands(mut stream: UnixStream, name: &str, path: &Path) -> Result<(UnixS
     Ok((stream, NbdShape { block_bytes: BLOCK_BYTES, blocks: size / u64::from(BLOCK_BYTES), flags }))
 }
 
-/// Tells the kernel that a disk has grown.
+/// Sees that a disk has grown.
 #[derive(Clone)]
 pub(crate) struct SizeNotifier {
     device: Arc<NbdDevice>,
@@ -306,9 +306,8 @@ impl SizeNotifier {
         if self.told_blocks.swap(blocks, Ordering::AcqRel) == blocks || self.ended.how.get().is_some() {
             return;
         }
-        if let Err(error) = self.device.set_size(blocks) {
-            tracing::warn!("{}", error.chain());
-        }
+        // The sessions behind it have the size that they were told when they began.
+        tracing::warn!("{} keeps its size until it is connected again", self.device.path().display());
     }
 }
 

@@ -1,8 +1,8 @@
-//! `serve --nbd-device`, in a guest whose kernel has the nbd driver.
+//! `serve --nbd-device`, in a guest whose kernel has the nbd driver; and the same under the name `qemu-nbd`, with `-c` and `-d`.
 //!
 //! ```text
-//!   host:   noise, disk.qcow2 ──► ext4 ──► the guest's disk ──► taken out again, checked and compared
-//!   guest:  vellum serve ──► /dev/nbd0 ──► ext4 on it ──► SIGTERM, SIGKILL, again
+//!   host:   noise, disk.qcow2, other.qcow2 ──► ext4 ──► the guest's disk ──► taken out again, checked and compared
+//!   guest:  vellum serve ──► /dev/nbd0 ──► ext4 on it ──► SIGTERM, SIGKILL, again; qemu-nbd -c, -d
 //! ```
 //!
 //! `nbd_device.sh` is what the guest does.
@@ -57,6 +57,10 @@ fn a_guest_connects_devices_of_the_nbd_driver() {
     // In good order, and nothing is left of it.
     has("ended 0 free");
     has("killed free");
+    has("read-only 1");
+    has("connected /dev/nbd3 0");
+    has("disconnected /dev/nbd3 disconnected");
+    has("gone with its device");
     let refused =
         |words: &str| said.iter().any(|line| line.starts_with("refused 1 ") && line.contains(words));
     for words in [
@@ -79,6 +83,8 @@ fn a_guest_connects_devices_of_the_nbd_driver() {
     for number in 1..=settled {
         files.assert_is(&format!("/data/pages.{number}"), &noise[pages_range(number)]);
     }
+    let other = assert_content(&out.join("other.qcow2"), &said, "other");
+    other.assert_is("/data/noise", &noise);
 }
 
 /// What the host finds in the image is what the guest read.
@@ -100,8 +106,10 @@ fn make_disk(dir: &Dir, noise: &[u8]) -> PathBuf {
     let (root, disk) = (dir.join("host"), dir.join("disk.ext4"));
     std::fs::create_dir(&root).expect("a directory");
     std::fs::write(root.join("noise"), noise).expect("a file");
-    let (image, size) = (dir.text("host/disk.qcow2"), DISK_BYTES.to_string());
-    vellum(&["create", "-q", "-f", "qcow2", "-o", "journal=on", &image, &size]).answer();
+    for name in ["disk.qcow2", "other.qcow2"] {
+        let (image, size) = (dir.text(&format!("host/{name}")), DISK_BYTES.to_string());
+        vellum(&["create", "-q", "-f", "qcow2", "-o", "journal=on", &image, &size]).answer();
+    }
     tool("mke2fs", &["-q", "-t", "ext4", "-d", path_text(&root), path_text(&disk), "320M"]);
     disk
 }

@@ -72,6 +72,7 @@ for module in $(cat /modules/order); do
 done
 until [ -b /dev/vda ] && [ -b /dev/nbd3 ]; do usleep 100000; done
 mount -t ext4 /dev/vda /host
+ln -s vellum /bin/qemu-nbd
 say "booted $(uname -r)"
 
 # An ordinary life.
@@ -126,6 +127,28 @@ say "settled $settled"
 umount /mnt
 stop
 freed nbd0 > /dev/null
+serve -r /host/disk.qcow2 --nbd-device /dev/nbd0
+say "read-only $(cat /sys/block/nbd0/ro)"
+stop
+
+# As scripts for QEMU's program have it.
+code=0
+qemu-nbd -f qcow2 --discard=unmap -c /dev/nbd3 /host/other.qcow2 || code=$?
+say "connected /dev/nbd3 $code"
+/bin/mke2fs -q -F -t ext4 -E lazy_itable_init=0 /dev/nbd3 > /tmp/mke2fs 2>&1 || { cat /tmp/mke2fs; false; }
+mount -t ext4 /dev/nbd3 /mnt
+mkdir /mnt/data
+cp /host/noise /mnt/data/noise
+sum other /mnt/data/noise
+umount /mnt
+say "disconnected $(qemu-nbd -d /dev/nbd3)"
+waited=0
+while pidof vellum qemu-nbd > /dev/null && [ "$waited" -lt 300 ]; do
+    waited=$((waited + 1))
+    usleep 100000
+done
+pidof vellum qemu-nbd > /dev/null || say "gone with its device"
+
 say "traces $(dmesg | grep -c -E 'Call Trace|WARNING:|BUG:' || true)"
 umount /host
 say done

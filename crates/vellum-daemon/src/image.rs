@@ -55,7 +55,7 @@ pub struct ImageOptions {
     pub chunk_cache: Option<CacheChoice>,
     /// The image records what proves those below, because it will have copies of them.
     pub pin_base: bool,
-    /// The image with so many images above it is written as well: it gets what those have.
+    /// The image at this depth of the chain (the number of images above it) is written as well: it gets what those above have.
     pub merges_into: Option<usize>,
     /// What an image that is written reads from below is seen, and copied.
     pub tap: Option<TapOptions>,

@@ -12,7 +12,7 @@ use common::{ID, SECRET, bytes_of, over};
 use futures_lite::future::{block_on, poll_once};
 use vellum_core::{
     Buffer, Disk, Error, ErrorKind, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, MemoryDisk,
-    MemoryStorage, Result, SharedDisk, SharedStorage, WriteFlags, ZeroFlags,
+    MemoryStorage, Result, SharedDisk, SharedStorage, Storage, WriteFlags, ZeroFlags,
 };
 use vellum_flash::{FlashCache, FlashDisk, FlashOptions};
 
@@ -26,6 +26,10 @@ const LONE: u64 = 79;
 const WELL: u8 = 0;
 const FULL: u8 = 1;
 const HUNG: u8 = 2;
+/// Its block 33 cannot be read.
+const DAMAGED: u8 = 3;
+/// Neither can its block 34.
+const WORSE: u8 = 4;
 
 /// A home that stops taking changes, or stops answering.
 struct Troubled {
@@ -51,6 +55,12 @@ impl Disk for Troubled {
     fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
         Box::pin(async move {
             self.pass(false).await?;
+            let (start, end) = (at.bytes(), at.bytes() + buffer.len() as u64);
+            let hits = |block: u64| start < (block + 1) * 4096 && block * 4096 < end;
+            let state = self.state.load(Ordering::Relaxed);
+            if (state >= DAMAGED && hits(33)) || (state == WORSE && hits(34)) {
+                return Err(Error::new(ErrorKind::Io, "the medium is damaged"));
+            }
             self.inner.read(at, buffer).await
         })
     }
@@ -403,4 +413,41 @@ fn a_full_part_is_emptied_by_the_home_that_answers() {
     });
     assert!(disks[1].counts().written_home > before, "what made room");
     assert_eq!(disks[0].dirty_blocks(), 1800);
+}
+
+/// A read goes over a block that is cached, and home cannot be read in just that one.
+#[test]
+fn what_flash_has_is_read_where_home_is_damaged() {
+    block_on(async {
+        let inner = MemoryDisk::new(BLOCKS * 4096);
+        for block in 0..64 {
+            let data = Buffer::copy_of(&[1 + u8::try_from(block).unwrap(); 4096]);
+            inner.write(GuestOffset::new(block * 4096), data, WriteFlags::default()).await.unwrap();
+        }
+        let home = Arc::new(Troubled { inner, state: AtomicU8::new(WELL) });
+        let storage = MemoryStorage::new("flash");
+        storage.set_len(32 << 20).await.unwrap();
+        let shared: SharedStorage = storage;
+        flash::create(&shared, 32 << 20, ID, SECRET).await.unwrap();
+        let cache = FlashCache::open(shared, common::options(1)).await.unwrap();
+        let disk = over(&cache, 1, home.clone() as SharedDisk).await.unwrap();
+        let read = async |block: u64, blocks: usize| {
+            disk.read(GuestOffset::new(block * 4096), Buffer::for_overwrite(blocks * 4096)).await
+        };
+        read(33, 1).await.unwrap();
+        for second in 1..40 {
+            cache.tend(Duration::from_secs(second)).await;
+        }
+        assert_eq!(disk.counts().admitted, 1);
+        home.state.store(DAMAGED, Ordering::Relaxed);
+        for (block, blocks) in [(33, 1), (32, 3), (30, 16)] {
+            let bytes = read(block, blocks).await.unwrap().to_vec();
+            let expected: Vec<u8> = (block..block + blocks as u64)
+                .flat_map(|block| [1 + u8::try_from(block).unwrap(); 4096])
+                .collect();
+            assert!(bytes == expected, "{blocks} blocks from {block} on");
+        }
+        home.state.store(WORSE, Ordering::Relaxed);
+        assert_eq!(read(32, 3).await.unwrap_err().kind(), ErrorKind::Io, "nobody has block 34");
+    });
 }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   /dev/nbdN   NbdDevice::open ► run, on a thread of its own: sockets, size, flags ► the device is there ► its end
-//!                                 is_connected, set_size, write_back, disconnect: from other threads, meanwhile
+//!                                 is_connected, write_back, disconnect: from other threads, meanwhile
 //! ```
 //!
 //! 1. The sockets are past the handshake: the kernel sends requests and expects simple replies, and nothing else.
@@ -129,16 +129,6 @@ impl NbdDevice {
     fn in_use(&self) -> Error {
         let by = self.served_by().map(|pid| format!(" by process {pid}")).unwrap_or_default();
         Error::new(ErrorKind::Locked, format!("{} is connected already{by}", self.path.display()))
-    }
-
-    /// Tells the kernel another size, in blocks.
-    ///
-    /// # Errors
-    /// Those of the driver.
-    pub fn set_size(&self, blocks: u64) -> Result<()> {
-        let blocks = usize::try_from(blocks).map_err(|_| Error::invalid("the disk is too large"))?;
-        self.ask(SET_SIZE_BLOCKS, blocks)
-            .context(|| format!("can't tell {} the new size of its disk", self.path.display()))
     }
 
     /// Has the kernel write what it has cached of the device, and flush it.

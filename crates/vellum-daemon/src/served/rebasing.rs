@@ -73,7 +73,7 @@ struct Comparing {
     between: Option<Vec<SharedDisk>>,
     old: SharedDisk,
     new: SharedDisk,
-    /// A fill keeps whole blocks of so many bytes.
+    /// The size of a block in bytes: a fill keeps whole blocks.
     unit: u64,
     /// How many bytes fills have kept.
     kept: Cell<u64>,

@@ -27,6 +27,8 @@ enum Source {
 struct Piece {
     span: GuestSpan,
     source: Source,
+    /// It is of home, and has blocks that flash has as well.
+    is_joined: bool,
 }
 
 type Pieces = SmallVec<[Piece; 4]>;
@@ -51,7 +53,7 @@ fn push(pieces: &mut Pieces, span: GuestSpan, source: Source) {
             return;
         }
     }
-    pieces.push(Piece { span, source });
+    pieces.push(Piece { span, source, is_joined: false });
 }
 
 /// Pieces of home on both sides of a few clean blocks become one piece with these.
@@ -62,8 +64,9 @@ fn joined(pieces: Pieces) -> Pieces {
         let is_behind_home = all.last().is_some_and(|last| last.source == Source::Home);
         match piece.source {
             Source::Home if is_behind_home => {
-                between.clear();
                 let home = all.last_mut().expect("it was there");
+                home.is_joined |= !between.is_empty();
+                between.clear();
                 home.span = GuestSpan::between(home.span.start(), piece.span.end());
             }
             Source::Slot { dirty: false, .. } if is_behind_home && bytes <= JOINED_BYTES_MAX => {
@@ -222,6 +225,15 @@ impl Home {
         inside: Option<Rc<Inside<'_>>>,
     ) -> Result<(Buffer, Option<Buffer>)> {
         match piece.source {
+            Source::Home if piece.is_joined => {
+                let spare = buffer.spare();
+                let alone = Piece { is_joined: false, ..piece };
+                match Box::pin(self.read_piece(alone, buffer, keeps, inside)).await {
+                    // Home may be unreadable just where flash has what is there.
+                    Err(_) => Ok((self.read_apart(piece.span, spare).await?, None)),
+                    read => read,
+                }
+            }
             Source::Home if keeps && buffer.is_lent() => {
                 let own = self.disk.read(piece.span.start(), Buffer::for_overwrite(buffer.len())).await?;
                 copy_into(&mut buffer, &own);
@@ -240,6 +252,17 @@ impl Home {
                 Ok((self.read_slot(piece.span.start(), at, dirty, buffer, inside).await?, None))
             }
         }
+    }
+
+    /// Reads each part from where it is, without those of flash that could come from home.
+    async fn read_apart(&self, span: GuestSpan, buffer: Buffer) -> Result<Buffer> {
+        let inside = Rc::new(self.cache.epochs.enter());
+        let (mut rest, mut whole) = (buffer, Buffer::empty());
+        for piece in self.look_up(span) {
+            let part = rest.split_to(usize::try_from(piece.span.len()).expect("within a buffer"));
+            whole.append(Box::pin(self.read_piece(piece, part, false, Some(inside.clone()))).await?.0);
+        }
+        Ok(whole)
     }
 
     /// Reads bytes of a slot; or from home, if home has the same and the slot cannot be read. `inside` is held while the
@@ -277,7 +300,7 @@ impl Home {
         // A bounded part: the answer may stop early.
         let (span, _) = span.split_at(64 << 20);
         let mut extents = Vec::new();
-        for Piece { span, source } in self.look_up(span) {
+        for Piece { span, source, .. } in self.look_up(span) {
             let place = match source {
                 Source::Slot { at, dirty: true } => Place::Data { storage: self.cache.storage.clone(), at },
                 Source::Zero => Place::Zero { allocated: false },

@@ -86,7 +86,7 @@ fn write(path: &Path, size: u64) -> io::Result<()> {
     file.set_len(size)
 }
 
-/// Overwrites one of so many runs.
+/// Overwrites one run in `one_of`.
 fn change(dir: &Path, image: &str, size: u64, one_of: u64) -> Result<()> {
     let step = usize::try_from(3 * RUN * one_of).expect("small");
     let mut command = Command::new("qemu-io");

@@ -35,7 +35,7 @@ use crate::state::lock;
 const KEPT_BYTES: u64 = 20 + 8 * 4 + 2 * 24;
 /// The bytes for an entry, and for the bit of the unit that it named.
 const ENTRY_BYTES: u64 = 2 * WORD_COST;
-/// Of so many pages it is remembered when they were kept, before those are forgotten for which that is durable.
+/// For at most this many pages it is remembered when they were kept. Beyond that, those for which it is durable are forgotten.
 const KEPT_IN_MAX: usize = 256;
 /// Units are copied in pieces of this size.
 const PAGE: usize = 4096;

@@ -179,7 +179,7 @@ impl Home {
             clean
         });
         drop(publishing);
-        cache.freed.notify(usize::MAX);
+        cache.note_home(clean);
         match unreadable {
             Some(error) => Err(error),
             None => Ok(Batch { next: Some(last + 1), clean }),
@@ -378,7 +378,7 @@ impl Home {
             gone
         });
         drop(publishing);
-        cache.freed.notify(usize::MAX);
+        cache.note_home(gone);
         Ok(gone)
     }
 }
@@ -418,6 +418,14 @@ impl FlashCache {
             result = result.and(home.drain().await);
         }
         result
+    }
+
+    /// So many blocks have gone home. Those who wait for room look again; where there are none they would find what they found, and
+    /// send home again what cannot go now, without end.
+    fn note_home(&self, blocks: u64) {
+        if blocks > 0 {
+            self.freed.notify(usize::MAX);
+        }
     }
 
     /// Sectors that a block of a disk of this size has.

@@ -9,6 +9,7 @@
 //! 1. A caller that waits for room holds no claim, is in no epoch, and has no promise.
 //! 2. What is done for all waits for flash, and for requests that are in an epoch or have a promise. Those wait for flash
 //!    alone. So no home can hold it up.
+//!    Where nothing could go home, because requests have claimed it, a caller waits for one of those to end.
 //! 3. Write-back is waited for by callers of one disk alone, and they alone get its error. It is that disk's own, as long
 //!    as the disk has anything to write home.
 //! 4. Each open disk in write-back has a reserve (rule 2 of `promises`). Within it a disk needs no other home.
@@ -17,7 +18,6 @@
 
 use std::sync::Arc;
 
-use futures_lite::future::yield_now;
 use smallvec::SmallVec;
 use vellum_core::{Error, ErrorKind, Result, lock};
 
@@ -182,15 +182,15 @@ impl FlashCache {
             (state.counts(home.row).dirty, state.runs_of(home.row).next().is_some())
         };
         if needs_runs && has_runs {
-            if home.noting(home.send_runs_home().await)? == 0 && short.runs {
-                let why = format!("{}: flash has no room for more runs of zeros", self.name());
-                return Err(Error::new(ErrorKind::NoSpace, why));
+            match home.noting(home.send_runs_home().await)? {
+                0 if short.runs => {
+                    let why = format!("{}: flash has no room for more runs of zeros", self.name());
+                    return Err(Error::new(ErrorKind::NoSpace, why));
+                }
+                0 => {}
+                _ => return Ok(()),
             }
-            // The request that was in the way gets on.
-            yield_now().await;
-            return Ok(());
-        }
-        if !needs_runs && dirty > 0 {
+        } else if !needs_runs && dirty > 0 {
             if home.noting(home.write_back_some().await)? > 0 {
                 return Ok(());
             }
@@ -201,9 +201,14 @@ impl FlashCache {
                     true => other.send_runs_home().await,
                     false => other.write_back_some().await,
                 };
-                if other.noting(written).is_ok_and(|written| written == 0) && needs_runs {
-                    let why = format!("{}: flash has no room for more runs of zeros", self.name());
-                    return Err(Error::new(ErrorKind::NoSpace, why));
+                match other.noting(written) {
+                    Ok(0) if needs_runs => {
+                        let why = format!("{}: flash has no room for more runs of zeros", self.name());
+                        return Err(Error::new(ErrorKind::NoSpace, why));
+                    }
+                    // Requests of its own have claimed all of it, and end without waiting for this one.
+                    Ok(0) => listener.await,
+                    Ok(_) | Err(_) => {}
                 }
                 return Ok(());
             }
@@ -212,7 +217,7 @@ impl FlashCache {
                 return Ok(());
             }
         }
-        // Requests that are under way have all of it, and end without waiting for this one.
+        // Requests that are under way have all of it, or have claimed it, and end without waiting for this one.
         listener.await;
         Ok(())
     }

@@ -12,9 +12,10 @@ use common::{ID, SECRET, bytes_of, over};
 use futures_lite::future::{block_on, poll_once};
 use vellum_core::{
     Buffer, Disk, Error, ErrorKind, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, MemoryDisk,
-    MemoryStorage, Result, SharedDisk, SharedStorage, Storage, WriteFlags, ZeroFlags,
+    MemoryStorage, Result, SharedDisk, SharedStorage, Storage, WriteFlags, ZeroFlags, join_all,
 };
 use vellum_flash::{FlashCache, FlashDisk, FlashOptions};
+use vellum_sim::{Content, Drive, DriveOptions, Operation, World};
 
 const BLOCKS: u64 = 400;
 const SLOTS: u64 = 128;
@@ -334,6 +335,47 @@ fn what_was_given_up_while_a_write_waited_is_read_from_home_without_holding_othe
     victims_go_on(&scene, || step(&mut hanging));
     assert!(!hanging.is_empty(), "they wait for home, and for nothing else");
     scene.home.state.store(WELL, Ordering::Relaxed);
+}
+
+/// All that is dirty is being written anew at this moment, so nothing of it can go home, and those writes are promised all slots
+/// that are left. Whoever needs one waits until such a write has ended, and lets it run: a request of the same disk, and of another.
+#[test]
+fn what_is_just_being_written_is_waited_for() {
+    let world = World::new(1);
+    let storage = Drive::from_content(&world, Content::default(), DriveOptions::default());
+    world.run(async {
+        let shared: SharedStorage = storage.clone();
+        let cache = common::cache_on(&shared, 12, 1).await.unwrap();
+        let mut disks = Vec::new();
+        for number in 1..7 {
+            disks.push(over(&cache, number, MemoryDisk::new(BLOCKS * STRIDE * 4096)).await.unwrap());
+        }
+        for block in 0..6 {
+            write_block(&disks[0], block, 1).await.unwrap();
+        }
+        disks[0].flush().await.unwrap();
+        // Another record: now they are written in place.
+        disks[1].write_zeroes(GuestOffset::ZERO.span(4096), ZeroFlags::default()).await.unwrap();
+        disks[1].flush().await.unwrap();
+        let hold = storage.hold(Operation::Write);
+        let write = |disk: usize, block: u64| -> LocalFuture<'_, Result<()>> {
+            Box::pin(write_block(&disks[disk], block, 2))
+        };
+        let mut writes: Vec<_> = (0..6).map(|block| write(0, block)).collect();
+        for write in &mut writes {
+            assert!(poll_once(write).await.is_none(), "it is held");
+        }
+        assert_eq!((hold.count(), disks[0].dirty_blocks(), cache.facts().free_slots), (6, 6, 6));
+        let mut late = vec![write(0, 9), write(2, 9)];
+        for _ in 0..3 {
+            for write in &mut late {
+                assert!(poll_once(write).await.is_none(), "there is no slot");
+            }
+        }
+        drop(hold);
+        writes.append(&mut late);
+        assert!(join_all(writes).await.into_iter().all(|written| written.is_ok()));
+    });
 }
 
 /// Which part of the map a group of a disk is in, as `docs/format/flash.md` says.

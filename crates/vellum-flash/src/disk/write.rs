@@ -446,6 +446,7 @@ impl Home {
             if self.drop_blocks(first, number) {
                 let changed = change().await;
                 drop(claim);
+                self.cache.freed.notify(usize::MAX);
                 return changed;
             }
             drop(claim);

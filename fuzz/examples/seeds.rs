@@ -68,6 +68,17 @@ fn main() -> io::Result<()> {
         ];
         write(&root.join("guest_files"), &format!("pokes-{which}"), &pokes.concat())?;
     }
+    for which in 5..8_u8 {
+        write(&root.join("guest_files"), &format!("sample-{which}"), &[which])?;
+        // An operation's length and flags, a buffer's bitmap, and an inode's fields, in records at two places.
+        let pokes = [
+            &[which, 1, 0x00, 0x17, 0, 9][..],
+            &[1, 0x02, 0x37, 1, 0, 4],
+            &[1, 0x02, 0x60, 0, 0x81],
+            &[1, 0xf2, 0x50, 3, 1, 2, 3, 4],
+        ];
+        write(&root.join("guest_files"), &format!("pokes-{which}"), &pokes.concat())?;
+    }
     for sample in vellum_foreign::samples::samples() {
         let target = root.join(format!("foreign_{:?}", sample.kind).to_lowercase());
         let name = sample.name.replace([' ', ','], "-");

@@ -18,12 +18,16 @@ pub fn guest_files(data: &[u8]) {
     let Some((which, mut rest)) = data.split_first() else { return };
     let mut disk = match which {
         0xff => rest.to_vec(),
-        which => match which % 5 {
+        which => match which % 8 {
             0 => samples::ext(false),
             1 => samples::ext(true),
             2 => samples::partitioned(),
             3 => samples::xfs(false),
-            _ => samples::xfs(true),
+            4 => samples::xfs(true),
+            // The log goes round its end.
+            5 => samples::log::xfs_logged(false, 248, 5),
+            6 => samples::log::xfs_logged(true, 0, 1),
+            _ => samples::log::xfs_logged(true, 248, 5),
         },
     };
     if *which != 0xff {
@@ -33,6 +37,10 @@ pub fn guest_files(data: &[u8]) {
             let len = usize::from(*count % 16 + 1).min(more.len()).min(disk.len() - at);
             disk[at..at + len].copy_from_slice(&more[..len]);
             rest = &more[len..];
+        }
+        // What was changed in a record would be seen by its CRC, and nothing else.
+        if which % 8 > 5 {
+            samples::log::seal(&mut disk);
         }
     }
     disk.truncate(DISK_MAX);

@@ -360,8 +360,8 @@ async fn volume_of(disk: &dyn Disk, volumes: &[Volume], pin: &Pin) -> Result<Opt
         match has_path(disk, volume, &pin.path).await.context(|| in_volume(volume)) {
             Ok(true) => having.push(*volume),
             Ok(false) => {}
-            // One that cannot be read, such as an XFS that is mounted, is no obstacle to a path of another one.
-            Err(error) if error.kind() == ErrorKind::Unsupported => {
+            // One that cannot be read, such as an XFS with a log that is damaged, is no obstacle to a path of another one.
+            Err(error) if matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::Corrupt) => {
                 unread.get_or_insert(error);
             }
             Err(error) => return Err(error),
@@ -570,15 +570,18 @@ mod tests {
     #[test]
     fn a_file_system_that_cannot_be_read_is_no_obstacle_to_another_one() {
         let clean = vellum_guest::samples::xfs(true);
-        let mut mounted = clean.clone();
-        // The last record of the log is no unmount.
-        mounted[40 * 1024 + 512 + 9] = 0;
+        let (mut elsewhere, mut damaged) = (clean.clone(), clean.clone());
+        // The log is on another device; its last record is no unmount, and leads nowhere.
+        elsewhere[48..56].fill(0);
+        damaged[40 * 1024 + 512 + 9] = 0;
         futures_lite::future::block_on(async {
             for (xfs, path, expected) in [
                 (&clean, "/old", Err(ErrorKind::Invalid)),
                 (&clean, "/none", Ok(None)),
-                (&mounted, "/old", Ok(Some(1))),
-                (&mounted, "/none", Err(ErrorKind::Unsupported)),
+                (&elsewhere, "/old", Ok(Some(1))),
+                (&elsewhere, "/none", Err(ErrorKind::Unsupported)),
+                (&damaged, "/old", Ok(Some(1))),
+                (&damaged, "/none", Err(ErrorKind::Corrupt)),
             ] {
                 let disk = two_systems(xfs);
                 let volumes = look(&*disk).await.unwrap();
@@ -590,7 +593,7 @@ mod tests {
             }
             let times = FileTimes { old_mtime: 30, recent_atime: 365_000, copy: false };
             assert_eq!(find_by_times(&*two_systems(&clean), times).await.unwrap().files, 4);
-            assert_eq!(find_by_times(&*two_systems(&mounted), times).await.unwrap().files, 2);
+            assert_eq!(find_by_times(&*two_systems(&elsewhere), times).await.unwrap().files, 2);
         });
     }
 

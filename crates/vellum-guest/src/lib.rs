@@ -7,7 +7,7 @@
 //!                   walk ─► spans    the directories below the paths; each wanted file's bytes on the disk
 //!                     │
 //!                     ├─ ext         superblock, groups, inodes, extents, directories; journal replayed in memory
-//!                     └─ xfs         the same of XFS; a log with changes is refused
+//!                     └─ xfs         the same of XFS; its log too
 //! ```
 //!
 //! The guest is not asked, and nothing is written. Crates that read ext4 or XFS give the bytes of files, not their places, which

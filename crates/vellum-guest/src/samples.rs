@@ -5,6 +5,8 @@
 //!   XFS     block 0 superblock   4, 5 inodes   6 /d   7 extents of /d/f   20 … data   40 … log
 //! ```
 
+pub mod log;
+
 const BLOCK: usize = 1024;
 const BLOCKS: u16 = 64;
 const JOURNAL: u16 = 40;

@@ -61,15 +61,18 @@ fn a_file_system_of_xfs_that_was_made_by_hand_is_read() {
             assert!(!has_path(&*disk, &volume, "/d/none").await.expect("it is read"));
             assert!(has_path(&*disk, &volume, "/d/the same").await.expect("it is read"));
         });
-        // A log whose last record is no unmount, one that has another record behind it, and one that was never written.
-        for (at, value, is_read) in [(512 + 9, 0, false), (43, 2, false), (1024 + 3, 1, false), (3, 0, false)]
-        {
+        // A log whose last record is no unmount, one that has another record behind it, and one that begins with no record.
+        for (at, value) in [(512 + 9, 0), (43, 2), (1024 + 3, 1), (3, 0)] {
+            if !is_v5 {
+                // Records of version 4 may have no CRC.
+                continue;
+            }
             let mut image = image.clone();
             image[40 * 1024 + at] = value;
             let disk = MemoryDisk::holding(&image);
             let volume = block_on(look(&*disk)).expect("its volumes")[0];
-            let found = block_on(has_path(&*disk, &volume, "/d"));
-            assert_eq!(found.is_ok(), is_read, "{at}");
+            let found = block_on(has_path(&*disk, &volume, "/d")).expect_err("damage is seen").chain();
+            assert!(found.contains("the log of its XFS file system is damaged"), "{at}: {found}");
         }
     }
 }

@@ -12,22 +12,28 @@
 //! 2. A tree is at most [`extents::LEVELS_MAX`] deep. One whose nodes lead to each other is ended by the bound of [`Pieces`].
 //! 3. Directories of all forms but the short one have their entries in blocks before byte 2^35 of the directory; what is
 //!    behind is an index, which is not read.
-//! 4. Changes that are only in the log are not known here, so a file system whose log is not empty is refused ([`log`]).
+//! 4. Everything is read with the changes that are only in the log ([`log`], [`changes`]): what a mounted file system has
+//!    committed, and not yet written home, counts. The superblock too, so it is read twice.
 //!
-//! Left out: the realtime section, a log on another device, replay of the log.
+//! Left out: the realtime section, a log on another device, logs of big-endian machines.
 
+mod changes;
 mod directory;
 mod extents;
 mod log;
 
+use std::ops::Range;
+
 use vellum_core::{Error, Result};
 
+use self::changes::{Changes, lsn_of};
 use self::extents::{Extent, Extents};
 use crate::bytes::{be16, be32, be64};
 use crate::file::{FileFacts, FileKind};
 use crate::pieces::Pieces;
 
 const MAGIC: u32 = 0x5846_5342;
+const SUPER_LEN: u64 = 512;
 const INODE_MAGIC: u16 = 0x494e;
 /// Of the first block of a link that has blocks, in version 5.
 const LINK_MAGIC: u32 = 0x5853_4c4d;
@@ -45,10 +51,13 @@ mod version {
 /// Incompatible features of version 5.
 mod feature {
     pub(super) const FILE_TYPES: u32 = 0x1;
+    pub(super) const OTHER_UUID: u32 = 0x4;
     pub(super) const NEEDS_REPAIR: u32 = 0x10;
     /// File types, sparse inodes, another UUID in the metadata, times after 2038, more extents, exchanged ranges, parent
     /// pointers.
     pub(super) const KNOWN: u32 = 0xef;
+    /// Of the log: attributes as intents.
+    pub(super) const KNOWN_IN_LOG: u32 = 0x1;
 }
 
 /// Flags of an inode, and of its second word of flags.
@@ -86,6 +95,14 @@ pub(crate) struct Xfs<'a> {
     directory_block: u64,
     root: u64,
     has_file_types: bool,
+    /// Where the log begins, and its blocks.
+    log: (u64, u64),
+    /// Features of the log that are not known here.
+    unknown_in_log: u32,
+    /// Of the file system, and of its metadata.
+    uuid: [u8; 16],
+    metadata_uuid: [u8; 16],
+    changes: Changes,
 }
 
 /// An inode, as it is on the disk.
@@ -143,22 +160,51 @@ impl Inode {
         }
     }
 
-    /// What leads to its data, or its data; behind it are the attributes.
     fn fork(&self) -> &[u8] {
-        let begins = if self.version() >= 3 { 176 } else { 100 };
-        let end = match self.bytes[82] {
-            0 => self.bytes.len(),
-            eighths => (begins + 8 * usize::from(eighths)).min(self.bytes.len()),
-        };
-        &self.bytes[begins..end]
+        &self.bytes[fork_of(&self.bytes)]
     }
+}
+
+/// Where an inode has what leads to its data, or its data; behind it are the attributes.
+fn fork_of(inode: &[u8]) -> Range<usize> {
+    let begins = if inode[4] >= 3 { 176 } else { 100 };
+    let end = match inode[82] {
+        0 => inode.len(),
+        eighths => (begins + 8 * usize::from(eighths)).min(inode.len()),
+    };
+    begins..end
+}
+
+/// Where a superblock has the UUID that is in the metadata.
+fn uuid_at(head: &[u8]) -> usize {
+    if be32(head, 216) & feature::OTHER_UUID != 0 { 248 } else { 32 }
 }
 
 impl<'a> Xfs<'a> {
     pub(crate) async fn open(pieces: Pieces<'a>) -> Result<Self> {
-        let head = pieces.read(0, 512).await?;
-        let (be32, be64) = (|at| be32(&head, at), |at| be64(&head, at));
-        let version = be16(&head, 100);
+        let head = pieces.read(0, SUPER_LEN).await?;
+        let mut this = Self::of(&head, pieces)?;
+        let (log, log_blocks) = this.log;
+        if log == 0 {
+            return Err(Error::unsupported("the log of its XFS file system is on another device"));
+        }
+        let at = this.place_of(log, log_blocks)?;
+        this.changes = log::changes(&this, at, log_blocks * this.block).await?;
+        if this.changes.are_none() {
+            return Ok(this);
+        }
+        let head = this.read(0, SUPER_LEN).await?;
+        let Self { pieces, changes, .. } = this;
+        Ok(Self { changes, ..Self::of(&head, pieces)? })
+    }
+
+    /// One with this superblock.
+    fn of(head: &[u8], pieces: Pieces<'a>) -> Result<Self> {
+        let uuid = |at: usize| <[u8; 16]>::try_from(&head[at..at + 16]).expect("16 bytes");
+        let metadata_uuid = uuid(uuid_at(head));
+        let uuid = uuid(32);
+        let (be32, be64) = (|at| be32(head, at), |at| be64(head, at));
+        let version = be16(head, 100);
         let is_v5 = version & 0xf == 5;
         let unknown = if is_v5 { be32(216) & !feature::KNOWN } else { 0 };
         if unknown & feature::NEEDS_REPAIR != 0 {
@@ -191,11 +237,16 @@ impl<'a> Xfs<'a> {
             group_blocks: be32(84).into(),
             groups: be32(88).into(),
             group_shift,
-            inode_len: be16(&head, 104).into(),
+            inode_len: be16(head, 104).into(),
             inode_shift,
             directory_block: 1 << directory_shift.min(16),
             root: be64(56),
             has_file_types,
+            log: (be64(48), be32(96).into()),
+            unknown_in_log: if is_v5 { be32(220) & !feature::KNOWN_IN_LOG } else { 0 },
+            uuid,
+            metadata_uuid,
+            changes: Changes::default(),
             pieces,
         };
         let is_sound = (9..=16).contains(&block_shift)
@@ -213,11 +264,6 @@ impl<'a> Xfs<'a> {
         if !is_sound {
             return Err(Error::corrupt("the superblock of its XFS file system is damaged"));
         }
-        let (log, log_blocks) = (be64(48), u64::from(be32(96)));
-        if log == 0 {
-            return Err(Error::unsupported("the log of its XFS file system is on another device"));
-        }
-        log::check_empty(&this, this.place_of(log, log_blocks)?, log_blocks * block).await?;
         Ok(this)
     }
 
@@ -235,7 +281,28 @@ impl<'a> Xfs<'a> {
     }
 
     async fn block(&self, number: u64) -> Result<Vec<u8>> {
-        self.pieces.read(self.place_of(number, 1)?, self.block).await
+        self.read(self.place_of(number, 1)?, self.block).await
+    }
+
+    /// Bytes of the volume with the changes of the log, but for those of inodes.
+    async fn read(&self, at: u64, len: u64) -> Result<Vec<u8>> {
+        let mut bytes = self.pieces.read(at, len).await?;
+        let mut home = None;
+        for (from, lsn, buffer, piece) in self.changes.pieces(at, len) {
+            let home_lsn = match home {
+                Some((its, home_lsn)) if its == buffer => home_lsn,
+                _ if !self.is_v5 => 0,
+                _ => {
+                    let header = self.pieces.read(buffer, SUPER_LEN).await?;
+                    lsn_of(&header, &self.metadata_uuid)
+                }
+            };
+            home = Some((buffer, home_lsn));
+            if home_lsn <= lsn {
+                bytes[from..from + piece.len()].copy_from_slice(piece);
+            }
+        }
+        Ok(bytes)
     }
 
     pub(crate) fn root(&self) -> u64 {
@@ -245,7 +312,12 @@ impl<'a> Xfs<'a> {
     pub(crate) async fn node(&self, number: u64) -> Result<Node> {
         let at = self.place_of(number >> self.inode_shift, 1)?;
         let at = at + (number & ((1 << self.inode_shift) - 1)) * self.inode_len;
-        let inode = Inode { bytes: self.pieces.read(at, self.inode_len).await? };
+        let mut bytes = match self.changes.is_new_inode(at) {
+            true => vec![0; usize::try_from(self.inode_len).expect("2048 at most")],
+            false => self.read(at, self.inode_len).await?,
+        };
+        self.changes.lay_inode(at, number, &mut bytes)?;
+        let inode = Inode { bytes };
         let is_sound = be16(&inode.bytes, 0) == INODE_MAGIC
             && (1..=3).contains(&inode.version())
             && (inode.version() == 3) == self.is_v5
@@ -299,19 +371,37 @@ impl<'a> Xfs<'a> {
                 format!("inode {}: its data is in the realtime section, which is not read", node.number);
             return Err(Error::unsupported(why));
         }
-        let mut extents = self.extents_of(node)?;
-        while let Some(Extent { offset, block, count, is_written }) = extents.next(self).await? {
-            let at = self.place_of(block, count)?;
-            let begins = offset.saturating_mul(self.block);
-            let len = (count * self.block).min(node.facts.bytes.saturating_sub(begins));
-            if len > 0 && is_written {
-                add(at, len)?;
+        let maps = self.changes.maps_of(node.number)?;
+        let mut add = |extent: &Extent| {
+            let at = self.place_of(extent.block, extent.count)?;
+            let begins = extent.offset.saturating_mul(self.block);
+            let len = (extent.count * self.block).min(node.facts.bytes.saturating_sub(begins));
+            if len > 0 && extent.is_written { add(at, len) } else { Ok(()) }
+        };
+        let mut extents = self.home_extents_of(node)?;
+        while let Some(extent) = extents.next(self).await? {
+            match maps.are_none() {
+                true => add(&extent)?,
+                false => maps.left_of(extent).iter().try_for_each(&mut add)?,
             }
         }
-        Ok(())
+        maps.added.iter().try_for_each(add)
     }
 
+    /// The extents of a directory or a link.
     fn extents_of(&self, node: &Node) -> Result<Extents> {
+        if !self.changes.maps_of(node.number)?.are_none() {
+            return Err(Error::unsupported(format!(
+                "inode {}: a change of what leads to its data is not complete in the log: mount the file system in the \
+                 guest, and try again",
+                node.number
+            )));
+        }
+        self.home_extents_of(node)
+    }
+
+    /// Extents, without changes that were not done.
+    fn home_extents_of(&self, node: &Node) -> Result<Extents> {
         let inode = &node.inode;
         match inode.form() {
             form::EXTENTS => Extents::of_list(inode.fork(), inode.extents()),

@@ -6,7 +6,7 @@ use vellum_guest::{VolumeKind, find_files, look};
 
 use vellum_guest::samples::log::{
     CANCEL, DIRECTORY, Item, LogMaker, TREE, buffer, fork_of, inode, inode_at, intent, mapping, new_inodes,
-    unlogged, xfs_logged,
+    xfs_for_log, xfs_logged,
 };
 
 const KIB: u64 = 1024;
@@ -74,9 +74,9 @@ fn what_is_only_in_the_log_is_found_wherever_the_log_begins() {
 
 #[test]
 fn a_record_that_is_not_whole_is_where_the_log_ends() {
-    let image = unlogged(true);
+    let image = xfs_for_log(true);
     let other = vec![0x77; BLOCK];
-    let bad: Item = buffer(6, 1, DIRECTORY, &other, &[0..8]);
+    let bad: Item = buffer(6, 1, DIRECTORY, &other, &[(0, 8)]);
     // Its second block is of the cycle before, or has one wrong bit.
     for (at, value) in [(3 * 512 + 3, 6), (3 * 512 + 300, 1)] {
         let mut image = logged(&image, &[&[new_inodes(9)], std::slice::from_ref(&bad)]);
@@ -88,14 +88,14 @@ fn a_record_that_is_not_whole_is_where_the_log_ends() {
 
 #[test]
 fn a_block_that_is_newer_at_home_is_left_alone() {
-    let mut image = unlogged(true);
+    let mut image = xfs_for_log(true);
     let uuid: Vec<u8> = image[32..48].to_vec();
     image[6 * BLOCK + 24..6 * BLOCK + 40].copy_from_slice(&uuid);
     // In the log the directory's entry leads elsewhere.
     let mut older = block(&image, 6);
     let entry = (0..BLOCK).find(|at| older[*at..].starts_with(b"\x01f")).expect("its name") - 8;
     put64(&mut older, entry, 19);
-    let items: [Item; 1] = [buffer(6, 1, DIRECTORY, &older, &[0..2])];
+    let items: [Item; 1] = [buffer(6, 1, DIRECTORY, &older, &[(0, 2)])];
     let other = (1, vec![(10 * KIB, KIB), (12 * KIB, KIB)]);
     for (cycle, number, wanted) in
         [(7, 0, other.clone()), (6, 0xffff, other.clone()), (7, 1, file()), (8, 0, file())]
@@ -115,7 +115,7 @@ fn a_block_that_is_newer_at_home_is_left_alone() {
 #[test]
 fn an_inode_that_is_newer_at_home_is_left_alone() {
     for is_v5 in [false, true] {
-        let mut image = unlogged(is_v5);
+        let mut image = xfs_for_log(is_v5);
         let home = 19 * 256;
         let mut older = inode_at(&image, 19);
         put64(&mut older, 56, 1000);
@@ -154,7 +154,7 @@ fn an_inode_that_is_newer_at_home_is_left_alone() {
 
 #[test]
 fn the_newest_core_and_the_newest_fork_count_each() {
-    let image = unlogged(true);
+    let image = xfs_for_log(true);
     let old = inode_at(&image, 19);
     let mut longer = old.clone();
     put64(&mut longer, 56, 13 * KIB + 7);
@@ -171,13 +171,13 @@ fn the_newest_core_and_the_newest_fork_count_each() {
 
 #[test]
 fn a_tree_whose_block_is_freed_and_used_again_has_what_came_after() {
-    let image = unlogged(true);
+    let image = xfs_for_log(true);
     let leaf = block(&image, 7);
     // One extent instead of three.
     let mut other = leaf.clone();
     other[7] = 1;
     let free = || buffer(7, 1, CANCEL, &[], &[]);
-    let write = |bytes: &[u8]| buffer(7, 1, TREE, bytes, &[0..8]);
+    let write = |bytes: &[u8]| buffer(7, 1, TREE, bytes, &[(0, 8)]);
     // Freed twice: what is between does not count either. A cancellation counts behind what else its transaction has.
     let transactions: [&[Item]; 3] = [&[write(&other), free()], &[write(&other)], &[free(), write(&other)]];
     assert_eq!(found(&logged(&image, &transactions), "/d/f").expect("it is read"), file());
@@ -193,19 +193,19 @@ fn a_tree_whose_block_is_freed_and_used_again_has_what_came_after() {
 #[test]
 fn new_inodes_have_no_past() {
     // At home there is what looks like a newer inode, which is another file's data.
-    let mut image = unlogged(true);
+    let mut image = xfs_for_log(true);
     let link = inode_at(&image, 20);
     put64(&mut image, 20 * 256 + 112, 99 << 32);
     image[20 * 256 + 176] = b'x';
     let its = inode(20, &link, 2, Some(fork_of(&link, 4)));
-    assert!(found(&logged(&image, &[&[its.clone()]]), "/link").is_err(), "the link leads to x");
+    assert!(found(&logged(&image, &[std::slice::from_ref(&its)]), "/link").is_err(), "the link leads to x");
     let transactions: [&[Item]; 1] = [&[its, new_inodes(5)]];
     assert_eq!(found(&logged(&image, &transactions), "/link").expect("it is read"), file());
 }
 
 #[test]
 fn changes_of_mappings_that_are_not_done_are_done() {
-    let image = unlogged(true);
+    let image = xfs_for_log(true);
     let old = |transactions: &[&[Item]]| found(&logged(&image, transactions), "/old");
     // The second block of the file goes, and another comes in its place.
     let begun: [&[Item]; 1] = [&[mapping(1, 19, false, 13, 12, 1), mapping(2, 19, true, 13, 44, 1)]];
@@ -226,7 +226,7 @@ fn changes_of_mappings_that_are_not_done_are_done() {
 
 #[test]
 fn an_exchange_of_two_files_that_is_not_done_is_refused_by_name() {
-    let image = unlogged(true);
+    let image = xfs_for_log(true);
     let begun: [&[Item]; 1] = [&[intent(0x1248, 1, [18, 19])]];
     for (path, number) in [("/d/f", 18), ("/old", 19)] {
         let why = refused(&logged(&image, &begun), path);
@@ -238,7 +238,7 @@ fn an_exchange_of_two_files_that_is_not_done_is_refused_by_name() {
 
 #[test]
 fn what_is_not_known_is_refused_by_name() {
-    let image = unlogged(true);
+    let image = xfs_for_log(true);
     let unknown: [&[Item]; 1] = [&[intent(0x1299, 1, [0, 0])]];
     assert!(refused(&logged(&image, &unknown), "/").contains("0x1299"));
     let quota: [&[Item]; 1] = [&[intent(0x123d, 1, [0, 0])]];
@@ -267,8 +267,8 @@ fn what_is_not_known_is_refused_by_name() {
 
 #[test]
 fn items_that_are_not_so_are_damage() {
-    let image = unlogged(true);
-    let good = buffer(6, 1, DIRECTORY, &block(&image, 6), &[0..2]);
+    let image = xfs_for_log(true);
+    let good = buffer(6, 1, DIRECTORY, &block(&image, 6), &[(0, 2)]);
     let with = |at: usize, value: u8| {
         let mut item = good.clone();
         item[0][at] = value;

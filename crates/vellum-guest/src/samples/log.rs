@@ -115,7 +115,7 @@ impl LogMaker {
         self.log[at * SECTOR..][..SECTOR].copy_from_slice(&header);
     }
 
-    /// Puts the log into a file system of [`unlogged`].
+    /// Puts the log into a file system of [`xfs_for_log`].
     pub fn put(&self, image: &mut [u8]) {
         image[LOG * BLOCK..].copy_from_slice(&self.log);
     }
@@ -136,7 +136,7 @@ fn seal_record(record: &mut [u8]) {
     put32(record, 32, crc);
 }
 
-/// Gives the records in a file system of [`unlogged`] the right CRCs.
+/// Gives the records in a file system of [`xfs_for_log`] the right CRCs.
 pub fn seal(image: &mut [u8]) {
     let Some(log) = image.get_mut(LOG * BLOCK..) else { return };
     for at in (0..log.len() / SECTOR).map(|block| block * SECTOR) {
@@ -147,23 +147,17 @@ pub fn seal(image: &mut [u8]) {
 }
 
 /// A buffer of blocks of the file system: the first, how many, its flags, and pieces of 128 bytes that are logged.
-pub fn buffer(
-    block: usize,
-    blocks: usize,
-    flags: u16,
-    bytes: &[u8],
-    pieces: &[std::ops::Range<usize>],
-) -> Item {
+pub fn buffer(block: usize, blocks: usize, flags: u16, bytes: &[u8], pieces: &[(usize, usize)]) -> Item {
     let mut first = vec![0; 20 + 4 * (blocks * BLOCK / 128).div_ceil(32)];
     for (at, value) in [(0, 0x123c), (2, 1 + pieces.len()), (4, flags.into()), (6, blocks * BLOCK / SECTOR)] {
         put16(&mut first, at, u16::try_from(value).expect("short"));
     }
     put32(&mut first, 8, u32::try_from(block * BLOCK / SECTOR).expect("small"));
     put32(&mut first, 16, u32::try_from((blocks * BLOCK / 128).div_ceil(32)).expect("small"));
-    for bit in pieces.iter().cloned().flatten() {
+    for bit in pieces.iter().flat_map(|(from, upto)| *from..*upto) {
         first[20 + bit / 8] |= 1 << (bit % 8);
     }
-    let regions = pieces.iter().map(|pieces| bytes[128 * pieces.start..128 * pieces.end].to_vec());
+    let regions = pieces.iter().map(|(from, upto)| bytes[128 * from..128 * upto].to_vec());
     std::iter::once(first).chain(regions).collect()
 }
 
@@ -223,7 +217,7 @@ pub fn intent(kind: u16, id: u32, inodes: [u32; 2]) -> Item {
 }
 
 /// The file system of [`xfs`], larger, with place for a log.
-pub fn unlogged(is_v5: bool) -> Vec<u8> {
+pub fn xfs_for_log(is_v5: bool) -> Vec<u8> {
     let mut image = xfs(is_v5);
     image.truncate(40 * BLOCK);
     image.resize(BLOCKS * BLOCK, 0);
@@ -236,7 +230,7 @@ pub fn unlogged(is_v5: bool) -> Vec<u8> {
     image
 }
 
-/// What a file system of [`unlogged`] has there.
+/// What a file system of [`xfs_for_log`] has there.
 pub fn inode_at(image: &[u8], number: usize) -> Vec<u8> {
     image[number * 256..(number + 1) * 256].to_vec()
 }
@@ -267,20 +261,20 @@ pub const CANCEL: u16 = 2;
 /// The same tree as in [`xfs`], with `/d`, its files and `/link` in the log alone, which begins at this block. The log has what
 /// does not count: a buffer that is freed later, a transaction that is not committed, and a record that is not whole.
 pub fn xfs_logged(is_v5: bool, at: usize, cycle: u32) -> Vec<u8> {
-    let mut image = unlogged(is_v5);
+    let mut image = xfs_for_log(is_v5);
     let block = |number: usize| image[number * BLOCK..(number + 1) * BLOCK].to_vec();
     let (directory, leaf, other) = (block(6), block(7), vec![0x77; BLOCK]);
     let [d, f, link] = [17, 18, 20].map(|number| inode_at(&image, number));
     let mut log = LogMaker::new(at, cycle, is_v5);
-    log.transaction(70, &[buffer(6, 1, DIRECTORY, &other, &[0..8]), new_inodes(5)]);
+    log.transaction(70, &[buffer(6, 1, DIRECTORY, &other, &[(0, 8)]), new_inodes(5)]);
     // The buffer is no more, and then it is a directory; what leads to the file goes over three records.
     log.transaction(71, &[buffer(6, 1, CANCEL, &[], &[])]);
     let whole = |item: Item| -> Vec<Operation> { item.into_iter().map(|region| (72, 0, region)).collect() };
     let mut operations = begun(72);
     operations.extend(whole(inode(17, &d, 4, Some(fork_of(&d, 16)))));
     operations.extend(whole(inode(20, &link, 2, Some(fork_of(&link, 4)))));
-    operations.extend(whole(buffer(6, 1, DIRECTORY, &directory, &[0..3, 3..8])));
-    let tree = buffer(7, 1, TREE, &leaf, &[0..2]);
+    operations.extend(whole(buffer(6, 1, DIRECTORY, &directory, &[(0, 3), (3, 8)])));
+    let tree = buffer(7, 1, TREE, &leaf, &[(0, 2)]);
     operations.push((72, 0, tree[0].clone()));
     operations.push((72, flag::CONTINUE, tree[1][..100].to_vec()));
     log.record(&operations);
@@ -290,9 +284,9 @@ pub fn xfs_logged(is_v5: bool, at: usize, cycle: u32) -> Vec<u8> {
     operations.push((72, flag::COMMIT, Vec::new()));
     log.record(&operations);
     let mut operations = begun(73);
-    operations.extend(buffer(6, 1, DIRECTORY, &other, &[0..8]).into_iter().map(|region| (73, 0, region)));
+    operations.extend(buffer(6, 1, DIRECTORY, &other, &[(0, 8)]).into_iter().map(|region| (73, 0, region)));
     log.record(&operations);
-    log.torn_transaction(74, &[buffer(7, 1, TREE, &other, &[0..8])]);
+    log.torn_transaction(74, &[buffer(7, 1, TREE, &other, &[(0, 8)])]);
     for gone in [6 * BLOCK..8 * BLOCK, 17 * 256..19 * 256, 20 * 256..21 * 256] {
         image[gone].fill(0x99);
     }

@@ -33,7 +33,7 @@ const ROOT_MAX: usize = 8192;
 mod kind {
     pub(super) const INODE: u16 = 0x123b;
     pub(super) const BUFFER: u16 = 0x123c;
-    pub(super) const ICREATE: u16 = 0x123f;
+    pub(super) const NEW_INODES: u16 = 0x123f;
     pub(super) const MAP: u16 = 0x1244;
     pub(super) const MAP_DONE: u16 = 0x1245;
     pub(super) const EXCHANGE: u16 = 0x1248;
@@ -84,7 +84,7 @@ pub(super) fn is_cancellation(first: &[u8]) -> Result<bool> {
 }
 
 /// Whether an item that begins so may change what is read here.
-pub(super) fn is_read_here(first: &[u8]) -> Result<bool> {
+pub(super) fn is_of_files(first: &[u8]) -> Result<bool> {
     match le16(first, 0) {
         kind::BUFFER if first.len() < 6 => Ok(true),
         kind::BUFFER => {
@@ -93,9 +93,12 @@ pub(super) fn is_read_here(first: &[u8]) -> Result<bool> {
                 || buffer::OTHERS.contains(&(flags >> buffer::TYPE_SHIFT));
             Ok(flags & buffer::CANCEL != 0 || !is_other)
         }
-        kind::INODE | kind::ICREATE | kind::MAP | kind::MAP_DONE | kind::EXCHANGE | kind::EXCHANGE_DONE => {
-            Ok(true)
-        }
+        kind::INODE
+        | kind::NEW_INODES
+        | kind::MAP
+        | kind::MAP_DONE
+        | kind::EXCHANGE
+        | kind::EXCHANGE_DONE => Ok(true),
         other if kind::OTHERS.contains(&other) => Ok(false),
         other => Err(Error::unsupported(format!(
             "the log of its XFS file system has a change of type {other:#x}, not known here: unmount it in the guest, and \
@@ -212,7 +215,7 @@ impl Replay {
                         false => self.buffer(lsn, &head, item)?,
                     }
                 }
-                kind::ICREATE => self.new_inodes(item)?,
+                kind::NEW_INODES => self.new_inodes(item)?,
                 _ => {}
             }
         }
@@ -252,7 +255,7 @@ impl Replay {
     }
 
     fn buffer(&mut self, lsn: u64, head: &BufferHead, item: &Item) -> Result<()> {
-        let is_read = is_read_here(item.region(0))?;
+        let is_read = is_of_files(item.region(0))?;
         if !is_read || self.cancelled.has(head.key()) {
             return Ok(());
         }

@@ -18,7 +18,7 @@ mod transactions;
 
 use vellum_core::{Error, Result};
 
-use self::items::{Cancelled, Replay, is_cancellation, is_read_here};
+use self::items::{Cancelled, Replay, is_cancellation, is_of_files};
 use self::ring::{Ends, Ring};
 use self::transactions::Transactions;
 use super::Xfs;
@@ -36,7 +36,7 @@ pub(super) async fn changes(system: &Xfs<'_>, at: u64, len: u64) -> Result<Chang
     }
     let (cancelled, tail) = cancellations(&ring, ends).await?;
     let mut replay = Replay::new(system, cancelled);
-    let mut transactions = Transactions::new(is_read_here);
+    let mut transactions = Transactions::new(is_of_files);
     let mut at = tail;
     while at != ends.head {
         let record = ring.next(at, ends.head).await?;

@@ -323,7 +323,7 @@ impl<'x, 'a> Ring<'x, 'a> {
 
     /// The CRC is over the first header, as long as the machine has it, the cycles in the others, and the body.
     fn has_its_crc(&self, headers: &[&[u8]], body: &[u8]) -> bool {
-        let its = le32(&headers[0], 32);
+        let its = le32(headers[0], 32);
         if its == 0 && !self.needs_crc {
             return true;
         }
@@ -331,7 +331,7 @@ impl<'x, 'a> Ring<'x, 'a> {
             let mut crc = crc32c::crc32c(&headers[0][..32]);
             crc = crc32c::crc32c_append(crc, &[0; 4]);
             crc = crc32c::crc32c_append(crc, &headers[0][36..len]);
-            if be32(&headers[0], 8) & 2 != 0 {
+            if be32(headers[0], 8) & 2 != 0 {
                 for header in headers.iter().take(body.len().div_ceil(HEADER_FOR as usize)).skip(1) {
                     crc = crc32c::crc32c_append(crc, &header[..4 + 4 * WORDS]);
                 }

@@ -282,8 +282,10 @@ mod tests {
         assert_eq!(transactions.held, 0);
         // Transactions that are begun and have nothing.
         let mut transactions = Transactions::new(|_| Ok(true));
-        let many =
-            |time| record(&(0..1000).flat_map(|tid| begun(time as u32 * 1000 + tid)).collect::<Vec<_>>());
+        let many = |time| {
+            let first = u32::try_from(time).expect("small") * 1000;
+            record(&(first..first + 1000).flat_map(begun).collect::<Vec<_>>())
+        };
         assert!(added(&mut transactions, HELD_MAX / TRANSACTION_COSTS / 1000 + 2, many).is_err());
     }
 

@@ -50,6 +50,8 @@ impl Wish {
 /// How often, and at what interval, a file that was just closed is tried, if somebody still holds it.
 const RELEASED_TRIES: usize = 100;
 const RELEASED_EVERY: Duration = Duration::from_millis(20);
+/// How often where a base is opened that another program may have for good. One try takes about a second.
+const MERGING_TRIES: usize = 2;
 
 /// How often, and at what interval, to try to get a chain exclusively: a short reader is gone by then.
 const ALONE_TRIES: usize = 20;
@@ -428,11 +430,13 @@ impl Served {
     /// Opens the image that was just closed. A task that has let it go may hold its file a moment longer, if its thread was put
     /// aside then.
     async fn open_released(&self) -> Result<Chain> {
+        // A base that is to be written as well may be another program's for good, and requests wait.
+        let tries_max = if lock(&self.merging).is_some() { MERGING_TRIES } else { RELEASED_TRIES };
         let mut tries = 0;
         loop {
             let opened = open_over(Some(&self.how.templates), &self.path(), &self.image_options()).await;
             let is_held = opened.as_ref().is_err_and(|error| error.kind() == ErrorKind::Locked);
-            if !is_held || tries == RELEASED_TRIES {
+            if !is_held || tries == tries_max {
                 return opened;
             }
             tries += 1;

@@ -2,7 +2,7 @@
 
 use super::refused;
 use super::support::dir::Dir;
-use super::support::program::{succeed, vellum};
+use super::support::program::{finish, succeed, vellum, vellum_command};
 use super::support::server::Server;
 use super::support::{noise, patchy};
 
@@ -75,6 +75,30 @@ fn what_a_server_writes_is_encrypted_and_kept() {
     assert!(read[1 << 20..][..70_000] == bytes && read[5000..5100] == bytes[..100]);
     let stored = std::fs::read(&image).expect("there");
     assert!(!stored.windows(32).any(|window| window == &bytes[512..544]), "nobody may read it");
+}
+
+#[test]
+fn what_is_temporary_is_not_kept_in_plain_text() {
+    let dir = Dir::new("encrypted-temporary");
+    let [option, spec] = secret(&dir, "a", "b");
+    let (image, over, socket) = (dir.text("disk.qcow2"), dir.text("over.qcow2"), dir.text("s"));
+    let new = "encrypt.format=luks,encrypt.key-secret=a,encrypt.iter-time=10";
+    vellum(&["create", "-q", "-f", "qcow2", &option, &spec, "-o", new, &image, "3M"]).answer();
+    vellum(&["create", "-q", "-f", "qcow2", "-b", &image, "-F", "qcow2", &over, "3M"]).answer();
+    let nbd = format!("unix:{socket}");
+    for image in [&image, &over] {
+        let names = dir.names();
+        let mut command = vellum_command();
+        command
+            .args(["serve", "--temporary", "--nbd", &nbd, &option, &spec, image])
+            .env("TMPDIR", dir.path());
+        let ran = finish(command, None);
+        assert_eq!(ran.code, 1, "{ran:?}");
+        for words in ["is encrypted", "--temporary", "make an encrypted clone"] {
+            assert!(ran.err.contains(words), "{ran:?}");
+        }
+        assert_eq!(dir.names(), names, "nothing is left");
+    }
 }
 
 /// The native format, in every layout: made, served and killed, managed without a secret, cloned, copied.

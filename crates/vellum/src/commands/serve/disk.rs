@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use clap::ValueEnum;
 use vellum_core::{Context, Error, Result};
@@ -165,7 +166,17 @@ impl Temporary {
                 Some(format) => format,
                 None => open_file(&canonical, &reading).await?.1,
             };
-            create_qcow2(&target(format), new).await
+            let target = target(format);
+            create_qcow2(&target, new).await?;
+            match target.stands_on_encrypted.load(Ordering::Relaxed) {
+                false => Ok(()),
+                true => Err(Error::unsupported(format!(
+                    "{} is encrypted, and --temporary would keep what guests write unencrypted in {}: make an encrypted clone \
+                     (`vellum create -b … -o encrypt.format=luks,encrypt.key-secret=ID`), serve it, and delete it afterwards",
+                    image.display(),
+                    parent.display()
+                ))),
+            }
         })??;
         Ok(temporary)
     }

@@ -270,6 +270,9 @@ impl Served {
             true => Vec::new(),
             false => marks::names_of(&chain).await,
         };
+        for export in &group.exports {
+            marks::must_have(&export.path, &bitmaps, &export.bitmaps)?;
+        }
         let served = Arc::new_cyclic(|own| Self {
             own: own.clone(),
             number,

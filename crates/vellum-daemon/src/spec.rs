@@ -43,6 +43,8 @@ pub struct ExportSpec {
     /// What it does with the flash cache of the server. By default write-back where its image has a place for a session,
     /// and otherwise only what is read is cached.
     pub flash_policy: Option<FlashPolicy>,
+    /// Dirty bitmaps that its image must have, and be able to offer to NBD clients. It is not served without them.
+    pub bitmaps: Vec<String>,
 }
 
 /// How a disk gets what only the images below it have.

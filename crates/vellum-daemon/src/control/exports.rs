@@ -79,6 +79,7 @@ impl Control {
             image: options,
             hydration: self.spec.hydration.clone(),
             flash_policy: flash_policy.as_deref().map(policy_of).transpose()?.or(self.spec.flash_policy),
+            bitmaps: Vec::new(),
         };
         if self.exports.sessions(name).is_some() {
             return Err(Error::new(ErrorKind::Locked, format!("an export named {name:?} already exists")));

@@ -5,6 +5,7 @@
 //!    marked before.
 //! 3. With a flash cache none is offered: writes that only the cache has are marked when they go home.
 
+use std::path::Path;
 use std::sync::{Arc, Weak};
 
 use vellum_core::{Error, ErrorKind, GuestSpan, LocalFuture, Result};
@@ -29,6 +30,20 @@ pub(super) async fn names_of(chain: &Chain) -> Vec<String> {
     // One that is damaged is none; opening the image has said so.
     let all = bitmaps.list(&*top.storage).await.unwrap_or_default();
     all.into_iter().filter(|one| !one.is_in_use).map(|one| one.name).collect()
+}
+
+/// An error unless all of these bitmaps are among those that are offered.
+pub(super) fn must_have(image: &Path, offered: &[String], wanted: &[String]) -> Result<()> {
+    match wanted.iter().find(|name| !offered.contains(name)) {
+        None => Ok(()),
+        Some(name) => Err(Error::new(
+            ErrorKind::NotFound,
+            format!(
+                "{}: no dirty bitmap {name} can be offered to clients; `vellum info` lists what the image has. Those that are                  inconsistent, and those of a snapshot, of a part of a disk or behind a flash cache are not offered",
+                image.display()
+            ),
+        )),
+    }
 }
 
 /// The bitmaps of a disk, for an export of it.

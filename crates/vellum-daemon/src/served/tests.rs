@@ -174,6 +174,7 @@ impl Server {
             rate_limits: Default::default(),
             hydration: Default::default(),
             flash_policy: None,
+            bitmaps: Vec::new(),
         };
         let group = Group { canonical: path.to_owned(), exports: vec![export] };
         let how = Arc::new(Self::how());
@@ -372,6 +373,7 @@ fn a_step_that_failed_is_no_end() {
                 rate_limits: Default::default(),
                 hydration: Default::default(),
                 flash_policy: None,
+                bitmaps: Vec::new(),
             };
             let exports = Exports::new();
             let group = Group { canonical: path.clone(), exports: vec![export] };

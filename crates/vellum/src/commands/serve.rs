@@ -656,6 +656,7 @@ pub(crate) fn run(mut args: Args) -> Outcome {
     let exports = default.into_iter().chain(args.export.clone()).map(|(name, path)| ExportSpec {
         rate_limits: limits_for(&args.limit, &name),
         flash_policy: policy_for(&args.flash_policy, Some(&name)),
+        bitmaps: if args.image.as_ref() == Some(&path) { args.disk.bitmaps.clone() } else { Vec::new() },
         hydration: HydrationSpec {
             copy_on_read: is_for(&args.copy_on_read, &name),
             prefetch: is_for(&args.prefetch, &name),

@@ -51,8 +51,8 @@ pub(crate) static GROUPS: &[(&str, &[OptionRow])] = &[
             with(
                 Some('B'),
                 "bitmap",
-                Aside,
-                "the context qemu:dirty-bitmap:NAME is always offered, of each bitmap that is not inconsistent",
+                Same("--bitmap"),
+                "the context qemu:dirty-bitmap:NAME of each other bitmap that is not inconsistent is offered too",
             ),
         ],
     ),
@@ -112,7 +112,7 @@ pub(crate) static GROUPS: &[(&str, &[OptionRow])] = &[
                 Some('s'),
                 "snapshot",
                 Same("--temporary"),
-                "the temporary file is in TMPDIR, else in /var/tmp",
+                "the temporary file is in TMPDIR, else in /var/tmp; refused over an encrypted image, because it would not be encrypted",
             ),
             with(
                 Some('l'),

@@ -40,6 +40,7 @@ fn command_lines_are_turned_into_ours() {
             "--fork --pid-file=/p --nbd=unix:/s --shared=0 --discard=ignore --quiet --description= -- a".to_owned(),
         ),
         ("-k /s -A --aio=threads -T x a", format!("--nbd=unix:/s {USUAL} -- a")),
+        ("-k /s -B b0 --bitmap=b1 a", format!("--bitmap=b0 --bitmap=b1 --nbd=unix:/s {USUAL} -- a")),
         (
             "-k /s -l snapshot.name=one a",
             "--snapshot=snapshot.name=one --nbd=unix:/s --shared=1 --discard=ignore --read-only --exit-when-unused --quiet \
@@ -138,8 +139,6 @@ fn what_is_wrong_is_said_as_there() {
     }
     assert!(compared == 0 || compared == WRONG.len());
     for (theirs, word) in [
-        ("-c /dev/nbd0 a", "--ublk"),
-        ("-d /dev/nbd0", "nbd-client -d"),
         ("-L", "nbdinfo"),
         ("--tls-authz x a", "--tls-authz is not supported"),
         ("--selinux-label x -k /s a", "--selinux-label is not supported"),

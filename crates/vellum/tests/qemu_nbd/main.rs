@@ -59,6 +59,14 @@ impl Whose {
     }
 }
 
+/// Whether somebody listens at a socket. A file is there a moment earlier, and a client is refused then.
+fn is_listening(socket: &Path) -> bool {
+    const ACCEPTS: &str = "00010000";
+    let sockets = std::fs::read_to_string("/proc/net/unix").expect("a list of sockets");
+    let mut sockets = sockets.lines().map(|line| line.split_whitespace());
+    sockets.any(|mut words| words.nth(3) == Some(ACCEPTS) && words.nth(3).map(Path::new) == Some(socket))
+}
+
 /// A server of either program, ended with the test.
 struct Running {
     child: Option<Child>,
@@ -83,7 +91,7 @@ impl Running {
         let mut running = Self { child: Some(child), begun, socket };
         until("the socket is there", || {
             // One that only looks would be a client: a server of one client would be busy.
-            if running.socket.exists() {
+            if is_listening(&running.socket) {
                 return true;
             }
             let ended = running.child.as_mut().expect("it runs").try_wait().expect("a child");

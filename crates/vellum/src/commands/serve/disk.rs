@@ -13,7 +13,7 @@ use vellum_daemon::{
 };
 
 use super::super::create::text_of_name;
-use super::{IMAGES, WRITES};
+use super::{IMAGES, NBD, WRITES};
 use crate::args::parse_size;
 
 /// What guests see of a disk
@@ -41,6 +41,11 @@ pub(crate) struct DiskArgs {
     /// The file is in TMPDIR (default /var/tmp). It has no name once the server is ready.
     #[arg(long, requires = "image", conflicts_with_all = ["export", "control", "snapshot", "read_only", "prefetch", "copy_on_read", "flash", "fast"], help_heading = IMAGES)]
     temporary: bool,
+    /// Do not start unless IMAGE has the dirty bitmap NAME; may be given several times
+    ///
+    /// NBD clients see every bitmap that can be relied on as qemu:dirty-bitmap:NAME, whether it is named here or not.
+    #[arg(long = "bitmap", value_name = "NAME", requires = "image", conflicts_with_all = ["export", "temporary"], help_heading = NBD)]
+    pub(super) bitmaps: Vec<String>,
     /// What to do when a guest discards (trims) blocks
     #[arg(long, value_enum, value_name = "HOW", default_value = "unmap", help_heading = WRITES)]
     discard: Discard,

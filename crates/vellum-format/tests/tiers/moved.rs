@@ -133,11 +133,6 @@ pub(crate) fn an_image_is_not_used_without_its_medium() -> Trial {
         ensure(both.image.content() == before, "something was written")?;
         let named = format.read(&*image).await.map_err(chain)?.fast();
         ensure(named.is_some_and(|named| named.is_needed && named.counts), "it says so")?;
-        // It is the same medium, under another name.
-        format.attach_fast(&image, FastId::new([3; 16]).unwrap(), "elsewhere").await.map_err(chain)?;
-        let medium = both.medium(4).await.map_err(chain)?;
-        is_refused("forgotten", medium.forget([7; 16], false).await, ErrorKind::Refused)?;
-        drop(medium);
         // One good copy of the superblock is enough, and says the same.
         for slot in [0, 4096] {
             let mut content = both.image.content();
@@ -149,6 +144,11 @@ pub(crate) fn an_image_is_not_used_without_its_medium() -> Trial {
                 ErrorKind::Refused,
             )?;
         }
+        // It is the same medium, under another name.
+        format.attach_fast(&image, FastId::new([3; 16]).unwrap(), "elsewhere").await.map_err(chain)?;
+        let medium = both.medium(4).await.map_err(chain)?;
+        is_refused("forgotten", medium.forget([7; 16], false).await, ErrorKind::Refused)?;
+        drop(medium);
         let disk = both.open(5).await?;
         reads(&disk, 0, 1, "with its medium").await?;
         disk.demote(&[unit_span(0)]).await.map_err(chain)?;

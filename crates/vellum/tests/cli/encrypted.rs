@@ -84,7 +84,7 @@ fn what_is_temporary_is_not_kept_in_plain_text() {
     let (image, over, socket) = (dir.text("disk.qcow2"), dir.text("over.qcow2"), dir.text("s"));
     let new = "encrypt.format=luks,encrypt.key-secret=a,encrypt.iter-time=10";
     vellum(&["create", "-q", "-f", "qcow2", &option, &spec, "-o", new, &image, "3M"]).answer();
-    vellum(&["create", "-q", "-f", "qcow2", "-b", &image, "-F", "qcow2", &over, "3M"]).answer();
+    vellum(&["create", "-q", "-f", "qcow2", &option, &spec, "-b", &image, "-F", "qcow2", &over]).answer();
     let nbd = format!("unix:{socket}");
     for image in [&image, &over] {
         let names = dir.names();

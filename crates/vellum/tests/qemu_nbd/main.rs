@@ -91,7 +91,7 @@ impl Running {
         let mut running = Self { child: Some(child), begun, socket };
         until("the socket is there", || {
             // One that only looks would be a client: a server of one client would be busy.
-            if is_listening(&running.socket) {
+            if running.socket.exists() && is_listening(&running.socket) {
                 return true;
             }
             let ended = running.child.as_mut().expect("it runs").try_wait().expect("a child");

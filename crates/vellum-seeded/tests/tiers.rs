@@ -76,7 +76,7 @@ fn of_moves_by_trials() {
         (Bug::MovedBesideSnapshot, moved::snapshots_and_moved_units_exclude_each_other),
         (Bug::SnapshotOfMoved, moved::snapshots_and_moved_units_exclude_each_other),
         (Bug::RowNotNeeded, moved::an_image_is_not_used_without_its_medium),
-        (Bug::MovedSaidOnce, moved::an_image_is_not_used_without_its_medium),
+        (Bug::MovedSaidOnce, moved::each_copy_of_the_superblock_says_so),
         (Bug::MovedForgotten, moved::an_image_is_not_used_without_its_medium),
         (Bug::MovedUnproven, moved::a_copy_that_is_not_the_same_is_not_the_only_one),
         (Bug::ClearedWhileMoved, moved::what_is_moved_is_read_written_and_brought_back),

@@ -133,17 +133,6 @@ pub(crate) fn an_image_is_not_used_without_its_medium() -> Trial {
         ensure(both.image.content() == before, "something was written")?;
         let named = format.read(&*image).await.map_err(chain)?.fast();
         ensure(named.is_some_and(|named| named.is_needed && named.counts), "it says so")?;
-        // One good copy of the superblock is enough, and says the same.
-        for slot in [0, 4096] {
-            let mut content = both.image.content();
-            content.write(ImageOffset::new(slot), &[0x5A; 512]);
-            let damaged = Drive::from_content(&both.world, content, DriveOptions::default());
-            is_refused(
-                "opened by the other copy",
-                open_with(&both, &damaged, None, true).await,
-                ErrorKind::Refused,
-            )?;
-        }
         // It is the same medium, under another name.
         format.attach_fast(&image, FastId::new([3; 16]).unwrap(), "elsewhere").await.map_err(chain)?;
         let medium = both.medium(4).await.map_err(chain)?;
@@ -159,6 +148,25 @@ pub(crate) fn an_image_is_not_used_without_its_medium() -> Trial {
         ensure(medium.forget([7; 16], false).await.map_err(chain)?, "the row is not needed any more")?;
         let disk = both.open_alone().await?;
         reads(&disk, 0, 1, "without it").await
+    })
+}
+
+/// One good copy of the superblock is enough, and says the same: also while the disk is open, before a close writes both again.
+pub(crate) fn each_copy_of_the_superblock_says_so() -> Trial {
+    let both = Both::new();
+    both.world.run(async {
+        let disk = both.open(1).await?;
+        put(&disk, 0, 1).await?;
+        promote(&disk, 0).await?;
+        ensure(move_away(&disk, 0).await?.units == 1, "it is moved")?;
+        for slot in [0, 4096] {
+            let mut content = both.image.content();
+            content.write(ImageOffset::new(slot), &[0x5A; 512]);
+            let damaged = Drive::from_content(&both.world, content, DriveOptions::default());
+            let opened = open_with(&both, &damaged, None, true).await;
+            is_refused("opened by the other copy", opened, ErrorKind::Refused)?;
+        }
+        disk.close().await.map_err(chain)
     })
 }
 
@@ -334,6 +342,7 @@ fn moved_units() {
 #[test]
 fn moved_units_need_their_medium() {
     an_image_is_not_used_without_its_medium().unwrap();
+    each_copy_of_the_superblock_says_so().unwrap();
     a_medium_of_another_time_is_refused().unwrap();
     an_image_of_another_time_is_refused_or_right().unwrap();
     a_copy_from_before_the_move_takes_nothing_away().unwrap();

@@ -23,7 +23,7 @@ mod recovery;
 mod scene;
 
 pub(crate) use dd::{Dd, dd};
-pub(crate) use fio::{Fio, Order, fio, requests};
+pub(crate) use fio::{Fio, Order, Reached, fio, requests};
 pub(crate) use guest::{Overwrites, Played, Recorded, play, replayed_log};
 pub(crate) use recovery::{Recovered, recovery};
 use serde::Serialize;

@@ -60,8 +60,13 @@ pub(crate) struct Overwrites {
 impl Recorded {
     /// `mkfs.ext4` of 8 GiB.
     pub(crate) fn mkfs() -> Result<Self> {
+        Self::mkfs_in(REQUEST)
+    }
+
+    /// The same, in requests of at most this length.
+    pub(crate) fn mkfs_in(request: usize) -> Result<Self> {
         let trace = Trace::recorded("mkfs_ext4_8g")?;
-        Ok(Self { counted: phase(&trace, "m"), ..Self::default() })
+        Ok(Self { counted: cut(&phase(&trace, "m"), request), ..Self::default() })
     }
 
     /// PostMark, a twentieth of the paper's files and transactions.
@@ -117,6 +122,18 @@ fn phase(trace: &Trace, name: &str) -> Vec<Request> {
         }
     }
     requests
+}
+
+/// The same writes, in requests of at most this length.
+fn cut(requests: &[Request], most: usize) -> Vec<Request> {
+    let pieces = |request: &Request| match *request {
+        Request::Write { offset, len } => (0..len)
+            .step_by(most)
+            .map(|from| Request::Write { offset: offset + from as u64, len: most.min(len - from) })
+            .collect(),
+        other => vec![other],
+    };
+    requests.iter().flat_map(pieces).collect()
 }
 
 /// The content of a block of the disk: the same each time.
@@ -218,6 +235,15 @@ mod tests {
 
     fn write(offset: u64, len: usize) -> Request {
         Request::Write { offset, len }
+    }
+
+    #[test]
+    fn shorter_requests_are_the_same_bytes() {
+        let requests = [write(512, 300), Request::Flush, write(4096, 1000)];
+        let expected =
+            [write(512, 300), Request::Flush, write(4096, 400), write(4496, 400), write(4896, 200)];
+        assert_eq!(cut(&requests, 400), expected);
+        assert_eq!(Recorded::mkfs_in(REQUEST).unwrap().counted, Recorded::mkfs().unwrap().counted);
     }
 
     #[test]

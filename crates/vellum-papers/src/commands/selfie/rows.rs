@@ -61,6 +61,20 @@ impl Rows {
         self.rows.push(row);
     }
 
+    /// Writes and flushes of ours, and of today's QEMU: counts that no drive changes.
+    fn calls(&mut self, what: &str, writes: (f64, f64), flushes: (f64, f64)) {
+        let here = format!(
+            "{:.2} ({:.2} for {:.2}; writes {:.2} for {:.2})",
+            flushes.1 / flushes.0,
+            flushes.1,
+            flushes.0,
+            writes.1,
+            writes.0
+        );
+        self.push(what, How::Counted, ("-", here), flushes.1 / flushes.0, Said(true));
+        self.not_judged(true, "not in the paper");
+    }
+
     /// Takes the verdict of the last row back.
     fn not_judged(&mut self, is_so: bool, why: &str) {
         if let Some(row) = self.rows.pop() {
@@ -106,10 +120,10 @@ pub(super) fn rates(rates: &[Rate], today: &Today) -> Vec<Row> {
     let at = |image, below, order, request: usize, threads| {
         all(image, below, order, request)
             .find(|rate| rate.fio.threads == threads)
-            .map(|rate| rate.megabytes_per_second)
+            .map(Rate::megabytes_per_second)
     };
     let peak = |image, below, request: usize| {
-        all(image, below, Order::Sequential, request).map(|rate| rate.megabytes_per_second).reduce(f64::max)
+        all(image, below, Order::Sequential, request).map(Rate::megabytes_per_second).reduce(f64::max)
     };
     let in_order = |image, below, threads| at(image, below, Order::Sequential, 64 * K, threads);
     let small = |image, threads| in_order(image, Volume, threads);
@@ -137,6 +151,11 @@ pub(super) fn rates(rates: &[Rate], today: &Today) -> Vec<Row> {
     let now = today.megabytes_per_second;
     rows.add("  zoned over QEMU of today (log)", "-", ratio(small(Zoned, 1), now), "", |v| Said(v >= 1.0))
         .not_judged(now.is_some(), "not in the paper");
+    let ours = all(Zoned, Volume, Order::Sequential, 64 * K).find(|rate| rate.fio.threads == 1);
+    if let (Some((writes, flushes)), Some(ours)) = (today.calls_of_the_thread, ours) {
+        let what = "  flushes for each, QEMU of today by zoned";
+        rows.calls(what, (ours.reached.writes, writes), (ours.reached.flushes, flushes));
+    }
     let linear = 0.75 * most as f64;
     rows.of("S5", "figure 5a")
         .add("zoned, all threads over one", "near linear", growth(Zoned, Volume), "", |v| Said(v >= linear))
@@ -150,7 +169,7 @@ pub(super) fn rates(rates: &[Rate], today: &Today) -> Vec<Row> {
         .add("HOST at its most, 4 MiB", "80 MB/s", peak(Host, Volume, large), " MB/s", |_| Near(80.0));
     let warm = |below| {
         let mut all = hdd().filter(|rate| rate.fio.is_warm && rate.stage.below == below);
-        all.find(|rate| rate.fio.threads == most).map(|rate| rate.megabytes_per_second)
+        all.find(|rate| rate.fio.threads == most).map(Rate::megabytes_per_second)
     };
     let apart = |below, sequential| ratio(random(Zoned, below, most), sequential);
     let host = ratio(random(Host, Volume, 1), small(Host, 1));
@@ -166,10 +185,19 @@ pub(super) fn rates(rates: &[Rate], today: &Today) -> Vec<Row> {
             Said(v >= 0.9)
         })
         .add("  file over volume", "about 1", against(Zoned, small(Zoned, most)), "", |v| Said(v >= 0.9))
+        .add("  the same, one thread", "about 1", ratio(file(Zoned, 1), small(Zoned, 1)), "", |v| {
+            Said(v >= 0.9)
+        })
         .add("QCOW2, file over volume", "far below 1", against(Qcow2, small(Qcow2, most)), "", |v| {
             Said(v <= 0.7)
         })
         .add("FVD, file over volume", "far below 1", against(Fvd, small(Fvd, most)), "", |v| Said(v <= 0.7))
+        .add("  the same, one thread", "far below 1", ratio(file(Fvd, 1), small(Fvd, 1)), "", |v| {
+            Said(v <= 0.7)
+        })
+        .add("zoned over FVD in a file", "far above 1", against(Zoned, file(Fvd, most)), "", |v| {
+            Said(v >= 2.0)
+        })
         .add("QED over QCOW2 in a file", "above 1", against(Qed, file(Qcow2, most)), "", |v| Said(v > 1.0))
         .add("zoned over QED in a file", "far above 1", against(Zoned, file(Qed, most)), "", |v| {
             Said(v >= 2.0)
@@ -305,13 +333,16 @@ pub(super) fn guests(seen: &[Seen], today: &Today, overwrites: Overwrites) -> Ve
         };
         // Who clears nothing ahead is the same on both volumes.
         let below = |image| if image != Zoned && below == super::CLEARED { Below::Volume } else { below };
-        let mkfs = |image| time(Guest::Mkfs, Drive::Hdd, below(image), image);
-        rows.of("S15", "table 1")
-            .time(&format!("mkfs: time against QCOW2{on}"), ("-87 %", -87.1), (mkfs(Zoned), mkfs(Qcow2)))
-            .time(&format!("  against FVD{on}"), ("-72 %", -72.4), (mkfs(Zoned), mkfs(Fvd)))
-            .add(&format!("  over HOST{on}"), "1.03", ratio(mkfs(Zoned), mkfs(Host)), "", |_| {
-                Low(4.062 / 3.961)
-            });
+        for (guest, how) in [(Guest::Mkfs, ""), (Guest::MkfsInShort, " in requests of 256 KiB")] {
+            let mkfs = |image| time(guest, Drive::Hdd, below(image), image);
+            let what = format!("mkfs{how}: time against QCOW2{on}");
+            rows.of("S15", "table 1")
+                .time(&what, ("-87 %", -87.1), (mkfs(Zoned), mkfs(Qcow2)))
+                .time(&format!("  against FVD{on}"), ("-72 %", -72.4), (mkfs(Zoned), mkfs(Fvd)))
+                .add(&format!("  over HOST{on}"), "1.03", ratio(mkfs(Zoned), mkfs(Host)), "", |_| {
+                    Low(4.062 / 3.961)
+                });
+        }
         for drive in [Drive::Hdd, Drive::Ssd] {
             let mail = |image| time(Guest::Postmark, drive, below(image), image);
             let over = |image| ratio(mail(image), mail(Zoned));
@@ -330,13 +361,39 @@ pub(super) fn guests(seen: &[Seen], today: &Today, overwrites: Overwrites) -> Ve
         }
     }
     let volume = |guest, image| time(guest, Drive::Hdd, Below::Volume, image);
-    for (id, place, what, now, guest) in [
-        ("S15", "table 1", "mkfs: over QEMU of today (log)", today.mkfs_seconds, Guest::Mkfs),
-        ("S18", "figure 9a", "PostMark: over QEMU of today (log)", today.postmark_seconds, Guest::Postmark),
+    let counted = |guest| {
+        let is_it = |seen: &&Seen| {
+            (seen.guest, seen.stage.drive, seen.stage.below, seen.image)
+                == (guest, Drive::Hdd, Below::Volume, Zoned)
+        };
+        seen.iter().find(is_it).map(|seen| seen.played)
+    };
+    for (id, place, what, now, calls, guest) in [
+        (
+            "S15",
+            "table 1",
+            "mkfs: over QEMU of today (log)",
+            today.mkfs_seconds,
+            today.calls_of_mkfs,
+            Guest::Mkfs,
+        ),
+        (
+            "S18",
+            "figure 9a",
+            "PostMark: over QEMU of today (log)",
+            today.postmark_seconds,
+            today.calls_of_postmark,
+            Guest::Postmark,
+        ),
     ] {
         rows.of(id, place)
             .add(what, "-", ratio(now, volume(guest, Zoned)), "", |v| Said(v >= 1.0))
             .not_judged(now.is_some(), "not in the paper");
+        if let (Some(calls), Some(ours)) = (calls, counted(guest)) {
+            let pair = |ours: u64, theirs: u64| (ours as f64, theirs as f64);
+            let what = "  flushes, QEMU of today by zoned";
+            rows.calls(what, pair(ours.writes, calls.writes), pair(ours.flushes, calls.flushes));
+        }
     }
     let Overwrites { writes, again, units } = overwrites;
     let share = again as f64 / writes as f64 * 100.0;

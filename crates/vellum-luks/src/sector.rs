@@ -1,4 +1,5 @@
-//! The cipher of sectors: AES over 512 bytes, each with an initial vector made from the sector's number.
+//! The cipher of sectors: AES over 512 bytes (or up to 4096, in version 2), each with an initial vector made from the number
+//! of its first 512 bytes.
 //!
 //! ```text
 //!   xts      number ─► AES(key 2) ─► tweak, doubled from block to block      c = AES(key 1, p ^ t) ^ t
@@ -6,8 +7,8 @@
 //! ```
 //!
 //! 1. Sectors are changed in place, and each by itself: one of them depends on no other.
-//! 2. The blocks of an XTS sector go through AES together, so that the processor works on several at once; so do the
-//!    tweaks of neighbouring sectors.
+//! 2. 4 KiB go through AES in one call, whatever the size of the sectors: with the widest registers AES takes 64 blocks at once,
+//!    and what is less than that one by one. The tweaks of neighbouring sectors are made side by side.
 //! 3. Only XTS is written. CBC is here to read old images: a program that can change their bytes can flip chosen bits of the
 //!    disk.
 
@@ -18,14 +19,16 @@ use vellum_core::{Error, Result};
 use zeroize::Zeroizing;
 
 use crate::kdf::Hash;
-use crate::{MasterKey, SECTOR};
+use crate::{MasterKey, SECTOR, Secret};
 
 /// Bytes that AES encrypts as one.
 const BLOCK: usize = 16;
 /// Blocks of a sector.
 const BLOCKS: usize = SECTOR / BLOCK;
-/// Sectors whose tweaks are encrypted together.
-const TOGETHER: usize = 8;
+/// Blocks that go through AES in one call.
+const TOGETHER: usize = 256;
+/// Sectors that are as many blocks: their tweaks are encrypted together.
+const SECTORS_TOGETHER: usize = TOGETHER / BLOCKS;
 
 type AesBlock = Array<u8, U16>;
 
@@ -113,6 +116,9 @@ impl Mode {
 pub struct SectorCipher {
     mode: Mode,
     keys: Keys,
+    sector_bytes: usize,
+    /// What is added to each number.
+    offset: u64,
 }
 
 enum Keys {
@@ -141,6 +147,17 @@ impl SectorCipher {
         Self::with_key(mode, master.bytes())
     }
 
+    /// The cipher of qcow2's old scheme (`encryption=on`): the key is the secret, cut to 16 bytes or filled up with zeros.
+    ///
+    /// # Errors
+    /// None, for any secret that there is.
+    pub fn of_old_qcow2(secret: &Secret) -> Result<Self> {
+        let mut key = Zeroizing::new([0; 16]);
+        let len = secret.bytes().len().min(key.len());
+        key[..len].copy_from_slice(&secret.bytes()[..len]);
+        Self::with_key(Mode::Cbc(IvRule::Plain64), &*key)
+    }
+
     pub(crate) fn with_key(mode: Mode, bytes: &[u8]) -> Result<Self> {
         if !mode.key_lens().contains(&bytes.len()) {
             return Err(Error::unsupported(format!(
@@ -156,7 +173,17 @@ impl SectorCipher {
             (Mode::Cbc(rule), 16) => Keys::Cbc128(Box::new(key(bytes)), essiv(rule, bytes)?),
             (Mode::Cbc(rule), _) => Keys::Cbc256(Box::new(key(bytes)), essiv(rule, bytes)?),
         };
-        Ok(Self { mode, keys })
+        Ok(Self { mode, keys, sector_bytes: SECTOR, offset: 0 })
+    }
+
+    /// The same over sectors of this many bytes, with this added to the number of each. Only for XTS.
+    pub(crate) fn of_sectors(self, sector_bytes: usize, offset: u64) -> Self {
+        Self { sector_bytes, offset, ..self }
+    }
+
+    /// Bytes that are encrypted as one.
+    pub fn sector_bytes(&self) -> usize {
+        self.sector_bytes
     }
 
     /// Its mode.
@@ -164,31 +191,33 @@ impl SectorCipher {
         self.mode
     }
 
-    /// Encrypts whole sectors, of which the first has this number.
+    /// Encrypts whole sectors. The first 512 bytes have this number.
     ///
     /// # Panics
     /// When the bytes are no whole sectors.
     pub fn encrypt(&self, first: u64, sectors: &mut [u8]) {
-        assert!(sectors.len().is_multiple_of(SECTOR), "whole sectors");
-        let rule = self.mode.rule();
+        assert!(sectors.len().is_multiple_of(self.sector_bytes), "whole sectors");
+        let (rule, bytes, first) = (self.mode.rule(), self.sector_bytes, first.wrapping_add(self.offset));
+        let numbers = |at: u64| vector(rule, first.wrapping_add(at));
         match &self.keys {
-            Keys::Xts128(keys) => xts(keys, rule, first, sectors, Aes128::encrypt_blocks),
-            Keys::Xts256(keys) => xts(keys, rule, first, sectors, Aes256::encrypt_blocks),
+            Keys::Xts128(keys) => xts(keys, numbers, bytes, sectors, Aes128::encrypt_blocks),
+            Keys::Xts256(keys) => xts(keys, numbers, bytes, sectors, Aes256::encrypt_blocks),
             Keys::Cbc128(key, essiv) => cbc_encrypt(&**key, rule, essiv.as_deref(), first, sectors),
             Keys::Cbc256(key, essiv) => cbc_encrypt(&**key, rule, essiv.as_deref(), first, sectors),
         }
     }
 
-    /// Decrypts whole sectors, of which the first has this number.
+    /// Decrypts whole sectors. The first 512 bytes have this number.
     ///
     /// # Panics
     /// When the bytes are no whole sectors.
     pub fn decrypt(&self, first: u64, sectors: &mut [u8]) {
-        assert!(sectors.len().is_multiple_of(SECTOR), "whole sectors");
-        let rule = self.mode.rule();
+        assert!(sectors.len().is_multiple_of(self.sector_bytes), "whole sectors");
+        let (rule, bytes, first) = (self.mode.rule(), self.sector_bytes, first.wrapping_add(self.offset));
+        let numbers = |at: u64| vector(rule, first.wrapping_add(at));
         match &self.keys {
-            Keys::Xts128(keys) => xts(keys, rule, first, sectors, Aes128::decrypt_blocks),
-            Keys::Xts256(keys) => xts(keys, rule, first, sectors, Aes256::decrypt_blocks),
+            Keys::Xts128(keys) => xts(keys, numbers, bytes, sectors, Aes128::decrypt_blocks),
+            Keys::Xts256(keys) => xts(keys, numbers, bytes, sectors, Aes256::decrypt_blocks),
             Keys::Cbc128(key, essiv) => cbc_decrypt(&**key, rule, essiv.as_deref(), first, sectors),
             Keys::Cbc256(key, essiv) => cbc_decrypt(&**key, rule, essiv.as_deref(), first, sectors),
         }
@@ -225,42 +254,64 @@ fn number(block: &AesBlock) -> u128 {
     u128::from_le_bytes((*block).into())
 }
 
-/// XTS over whole sectors: `work` is AES in the direction that is wanted.
+/// The next tweak: times x in the field of 2^128 elements.
 #[inline(always)]
-fn xts<C: BlockCipherEncrypt<BlockSize = U16>>(
-    [data, tweaks]: &[C; 2],
-    rule: IvRule,
-    first: u64,
-    sectors: &mut [u8],
-    work: impl Fn(&C, &mut [Block<C>]),
-) {
-    let mut number_of = first;
-    for group in sectors.chunks_mut(TOGETHER * SECTOR) {
-        let count = group.len() / SECTOR;
-        let mut starts = [AesBlock::default(); TOGETHER];
-        for start in &mut starts[..count] {
-            *start = vector(rule, number_of);
-            number_of = number_of.wrapping_add(1);
-        }
-        tweaks.encrypt_blocks(&mut starts[..count]);
-        for (sector, start) in group.chunks_exact_mut(SECTOR).zip(&starts) {
-            let mut all = [0; BLOCKS];
-            let mut tweak = number(start);
-            for one in &mut all {
-                *one = tweak;
-                // Times x in the field of 2^128 elements.
-                tweak = (tweak << 1) ^ ((tweak >> 127) * 0x87);
-            }
-            let blocks = blocks(sector);
-            mix(blocks, &all);
-            work(data, blocks);
-            mix(blocks, &all);
+fn doubled(tweak: u128) -> u128 {
+    let carry = (tweak.cast_signed() >> 127).cast_unsigned();
+    (tweak << 1) ^ (carry & 0x87)
+}
+
+/// Puts the tweaks of N neighbouring sectors side by side: each follows from the one before, but those of another sector do
+/// not, so the processor works on all N at once.
+#[inline(always)]
+fn spread<const N: usize>(starts: &[AesBlock], tweaks: &mut [u128]) {
+    let blocks = tweaks.len() / N;
+    let mut now: [u128; N] = std::array::from_fn(|sector| number(&starts[sector]));
+    for block in 0..blocks {
+        for (sector, now) in now.iter_mut().enumerate() {
+            tweaks[sector * blocks + block] = *now;
+            *now = doubled(*now);
         }
     }
 }
 
+/// XTS over whole sectors: `work` is AES in the direction that is wanted.
 #[inline(always)]
-fn mix(blocks: &mut [AesBlock], with: &[u128; BLOCKS]) {
+fn xts<C: BlockCipherEncrypt<BlockSize = U16>>(
+    [data, tweaks]: &[C; 2],
+    numbers: impl Fn(u64) -> AesBlock,
+    sector_bytes: usize,
+    bytes: &mut [u8],
+    work: impl Fn(&C, &mut [Block<C>]),
+) {
+    let (mut at, of_sector) = (0, sector_bytes / BLOCK);
+    for group in bytes.chunks_mut(TOGETHER * BLOCK) {
+        let count = group.len() / sector_bytes;
+        let mut starts = [AesBlock::default(); SECTORS_TOGETHER];
+        for start in &mut starts[..count] {
+            *start = numbers(at);
+            at += (sector_bytes / SECTOR) as u64;
+        }
+        tweaks.encrypt_blocks(&mut starts[..count]);
+        let mut all = [0; TOGETHER];
+        let all = &mut all[..count * of_sector];
+        match count {
+            SECTORS_TOGETHER => spread::<SECTORS_TOGETHER>(&starts, all),
+            _ => {
+                for (start, all) in starts.iter().zip(all.chunks_exact_mut(of_sector)) {
+                    spread::<1>(std::slice::from_ref(start), all);
+                }
+            }
+        }
+        let blocks = blocks(group);
+        mix(blocks, all);
+        work(data, blocks);
+        mix(blocks, all);
+    }
+}
+
+#[inline(always)]
+fn mix(blocks: &mut [AesBlock], with: &[u128]) {
     for (block, with) in blocks.iter_mut().zip(with) {
         *block = AesBlock::from((number(block) ^ with).to_le_bytes());
     }
@@ -371,6 +422,35 @@ mod tests {
             cipher.decrypt(1000, &mut all);
             assert_eq!(all, plain, "{name}");
         }
+    }
+
+    /// One of 4 KiB is a chain of tweaks from one number: its first 512 bytes are those of a small sector, and no others.
+    #[test]
+    fn large_sectors_have_one_number() {
+        let xts = Mode::named("xts-plain64").unwrap();
+        let key: Vec<u8> = (0..64).map(|byte| byte as u8 ^ 0x5A).collect();
+        let cipher = |bytes, offset| SectorCipher::with_key(xts, &key).unwrap().of_sectors(bytes, offset);
+        let plain: Vec<u8> = (0..3 * 4096).map(|at| (at * 7 % 253) as u8).collect();
+        for (bytes, offset) in [(4096, 0), (4096, 77), (1024, 0), (2048, 5)] {
+            let mut all = plain.clone();
+            cipher(bytes, offset).encrypt(1000, &mut all);
+            for (index, sector) in plain.chunks(bytes).enumerate() {
+                let number = 1000 + (index * bytes / SECTOR) as u64;
+                let mut one = sector.to_vec();
+                cipher(bytes, 0).encrypt(number + offset, &mut one);
+                assert_eq!(one, all[index * bytes..][..bytes], "{bytes}");
+                let mut small = sector[..SECTOR].to_vec();
+                cipher(SECTOR, offset).encrypt(number, &mut small);
+                assert_eq!(one[..SECTOR], small);
+            }
+            cipher(bytes, offset).decrypt(1000, &mut all);
+            assert_eq!(all, plain);
+        }
+        let mut two = [1; 1024];
+        cipher(SECTOR, 0).encrypt(0, &mut two);
+        let mut one = [1; 1024];
+        cipher(1024, 0).encrypt(0, &mut one);
+        assert_ne!(one[SECTOR..], two[SECTOR..]);
     }
 
     #[test]

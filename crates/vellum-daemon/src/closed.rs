@@ -71,6 +71,7 @@ pub async fn recover(path: &Path, format: Option<FormatKind>) -> Result<Recovere
         done.replayed = Some(format.recover(&storage).await.context(context)?);
         head = format.read(&*storage).await?;
     }
+    done.finished = format.finish_interrupted(&storage).await?;
     if !head.may_be_miscounted(done.replayed.is_some()) {
         return Ok(done);
     }

@@ -241,6 +241,14 @@ pub trait Format: Sync {
     /// The errors of the image.
     fn finish<'a>(&'a self, image: &'a SharedStorage) -> LocalFuture<'a, Result<u64>>;
 
+    /// Finishes changes of a closed image that a crash interrupted, and says which. Its journal has been replayed.
+    ///
+    /// # Errors
+    /// As for opening it read-write.
+    fn finish_interrupted<'a>(&'a self, _: &'a SharedStorage) -> LocalFuture<'a, Result<Vec<&'static str>>> {
+        ready(Ok(Vec::new()))
+    }
+
     /// Resizes the disk, in bytes.
     ///
     /// # Errors
@@ -425,12 +433,8 @@ pub trait Format: Sync {
         _id: FastId,
         _name: &'a str,
     ) -> LocalFuture<'a, Result<()>> {
-        let why = format!(
-            "{}: only images of the format vellum can have a fast medium; with others, put the backing image on fast \
-             storage",
-            image.name()
-        );
-        ready(Err(Error::unsupported(why)))
+        let why = "only images of the format vellum can have a fast medium; with others, put the backing image on fast storage";
+        ready(Err(Error::unsupported(format!("{}: {why}", image.name()))))
     }
 
     /// Names none any more. Whether it did. Durable when it returns.

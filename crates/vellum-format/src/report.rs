@@ -87,4 +87,6 @@ pub struct Recovered {
     pub replayed: Option<Recovery>,
     /// The result of the full check, if one was needed.
     pub report: CheckReport,
+    /// Changes of the closed image that a crash had interrupted, such as a revert, and that were finished.
+    pub finished: Vec<&'static str>,
 }

@@ -4,17 +4,21 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use vellum_core::pin::Pin;
-use vellum_core::{BlockSize, Context, Disk, Error, LocalFuture, Result, SharedDisk, SharedStorage, Storage};
+use vellum_core::{
+    BlockSize, Context, Disk, Error, ErrorKind, LocalFuture, Result, SharedDisk, SharedStorage, Storage,
+};
 
 use super::attach_fast::{attach_fast, detach_fast};
 use super::check::check;
 use super::detach::detach;
 use super::geometry::Region;
 use super::image::Native;
-use super::open::{OpenOptions, finish};
+use super::open::{OpenOptions, finish, finish_interrupted};
 use super::recover::recover;
 use super::session::put_session;
+use super::snapshots::still::is_half_reverted;
 use super::superblock::{Base, Superblocks, VERSION};
+use super::unfinished::Found;
 use super::{resize, snapshots};
 use crate::fast::{FastId, NamedFast, Tiers};
 use crate::handover::{Handover, may_change};
@@ -85,10 +89,40 @@ impl Format for NativeFormat {
         say: &'a mut dyn FnMut(String),
     ) -> LocalFuture<'a, Result<Option<CheckReport>>> {
         Box::pin(async move {
-            if repair != Repair::Nothing {
-                changeable(image).await?;
+            if repair == Repair::Nothing {
+                let mut report = check(image, repair, say).await?;
+                if interrupted_revert(image).await.unwrap_or_default() {
+                    report.corruptions += 1;
+                    say("ERROR a revert to a snapshot was interrupted: `vellum recover` finishes it"
+                        .to_owned());
+                }
+                return Ok(Some(report));
             }
-            check(image, repair, say).await.map(Some)
+            changeable(image).await?;
+            let finished = match Superblocks::read(&**image).await?.superblock.needs_replay() {
+                true => Vec::new(), // `check` refuses it
+                false => finish_what_is_sound(image, say).await?,
+            };
+            let mut report = check(image, repair, say).await?;
+            report.corruptions_fixed += u64::from(finished.contains(&Found::RevertMark));
+            Ok(Some(report))
+        })
+    }
+
+    fn finish_interrupted<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+    ) -> LocalFuture<'a, Result<Vec<&'static str>>> {
+        Box::pin(async move {
+            let superblock = Superblocks::read(&**image).await?.superblock;
+            if may_change(image.name(), superblock.handover).is_err() {
+                return Ok(Vec::new()); // it is the other host's
+            }
+            if superblock.may_do_without_fast().is_err() && !interrupted_revert(image).await? {
+                return Ok(Vec::new());
+            }
+            changeable(image).await?;
+            Ok(finish_interrupted(image).await?.into_iter().map(Found::change).collect())
         })
     }
 
@@ -252,6 +286,21 @@ async fn set_pin(image: &SharedStorage, pin: &Pin) -> Result<()> {
     superblocks.superblock.set_pin(pin.clone());
     superblocks.write(&**image).await.context(context)?;
     image.flush().await.context(context) // commit point
+}
+
+/// Whether the disk is being reverted to a snapshot, which an opening for writing would finish.
+async fn interrupted_revert(image: &SharedStorage) -> Result<bool> {
+    is_half_reverted(image, &Superblocks::read(&**image).await?.superblock).await
+}
+
+/// As [`finish_interrupted`], before a repair: an image that cannot be opened is left for it.
+async fn finish_what_is_sound(image: &SharedStorage, say: &mut dyn FnMut(String)) -> Result<Vec<Found>> {
+    let finished = match finish_interrupted(image).await {
+        Err(error) if error.kind() == ErrorKind::Corrupt => Vec::new(),
+        finished => finished?,
+    };
+    finished.iter().for_each(|found| say(format!("{} was interrupted, and is finished now", found.change())));
+    Ok(finished)
 }
 
 /// Checks that neither a migration nor a flash cache keeps the image from being changed.

@@ -85,7 +85,7 @@ pub use create::{CreateOptions, JOURNAL_BYTES_DEFAULT, JOURNAL_BYTES_ZONED, NewB
 pub(crate) use format::NativeFormat;
 pub use geometry::{Layout, Places, Region, Shape};
 pub use image::Native;
-pub use open::{OpenOptions, finish};
+pub use open::{OpenOptions, finish, finish_interrupted};
 pub use recover::recover;
 pub use resize::resize;
 pub use superblock::{Base, Slot, Superblock, Superblocks};

@@ -229,6 +229,28 @@ impl Native {
     }
 }
 
+/// Finishes what interrupted changes have left in a closed image, and says what they were. An image without any is only
+/// read.
+///
+/// # Errors
+/// As for opening it read-write.
+pub async fn finish_interrupted(image: &SharedStorage) -> Result<Vec<Found>> {
+    let options = OpenOptions { without_base: true, without_key: true, ..OpenOptions::default() };
+    let context = || format!("can't finish an interrupted change of {}", image.name());
+    let mut all = Vec::new();
+    for _ in 0..=unfinished::ROWS.len() {
+        let opened = Native::open_inner(image.clone(), None, options.clone()).await.context(context)?;
+        let Opened::Unfinished(native, found) = opened else { return Ok(all) };
+        all.push(found);
+        let deleting = native.clone().filter(|_| found.then() == Then::Delete);
+        Native::finish_found(image, found, native, None).await.context(context)?;
+        if let Some(native) = deleting {
+            native.close().await.context(context)?;
+        }
+    }
+    Err(Error::corrupt("an unfinished change cannot be completed: run `vellum check`").context(context()))
+}
+
 /// Finishes an interrupted change of a closed image. Returns the size of its disk, which may have changed.
 ///
 /// # Errors

@@ -349,6 +349,9 @@ impl Superblock {
         if has_fast && places.region(Region::Fast).is_empty() {
             return Err(Error::corrupt("it names a fast medium, and has no bits of units there"));
         }
+        if !is_encrypted && be64(&*page, field::KEYS + 8) != 0 {
+            return Err(Error::corrupt("it has keys, and is not marked as encrypted"));
+        }
         if is_encrypted && places.region(Region::Keys).is_empty() {
             return Err(Error::corrupt("it is encrypted, and has no keys"));
         }
@@ -405,6 +408,7 @@ impl Superblock {
                 self.embeds && self.is_encrypted(),
                 "it is encrypted, and its units may hold their own entries, which no encrypted image has",
             ),
+            (self.has_moved && self.is_encrypted(), "it is encrypted, and units are on a fast medium alone"),
             (self.has_moved && self.fast.is_none(), "units are on a fast medium alone, and none is named"),
             (self.sequence == 0 || self.sequence == u64::MAX, "the sequence is impossible"),
             (self.generation == u64::MAX, "the generation is impossible"),

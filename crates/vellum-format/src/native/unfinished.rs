@@ -82,6 +82,16 @@ pub const ROWS: [Row; 4] = [
 ];
 
 impl Found {
+    /// The change that was interrupted, in words.
+    pub fn change(self) -> &'static str {
+        match self {
+            Self::Journal => "an opening",
+            Self::BehindTheEnd => "a resize",
+            Self::RevertMark => "a revert to a snapshot",
+            Self::DeleteFlag => "the deletion of a snapshot",
+        }
+    }
+
     /// What a read-write opening does about it.
     pub fn then(self) -> Then {
         ROWS.iter().find(|row| row.found == self).expect("each state has a row").then

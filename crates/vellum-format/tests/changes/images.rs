@@ -553,10 +553,10 @@ impl Offline for Change {
         Box::pin(async move { self.perform(&medium_of(self.device, image)).await })
     }
 
-    /// Opened; the same thing once more; made larger; recovered and repaired, then opened; reverted to
-    /// something else, where there is something.
+    /// Opened; the same thing once more; made larger; recovered and repaired, then opened; recovered and finished, then opened
+    /// read-only; reverted to something else, where there is something.
     fn ways(&self) -> usize {
-        if self.taken.is_empty() { 4 } else { 5 }
+        if self.taken.is_empty() { 5 } else { 6 }
     }
 
     fn go_on(&self, image: SharedStorage, way: usize) -> LocalFuture<'_, Result<()>> {
@@ -570,6 +570,16 @@ impl Offline for Change {
                     Ok(_) => check(&image, Repair::All, &mut |_| {}).await.map(drop),
                     Err(error) => Err(error),
                 },
+                4 => {
+                    recover(&image).await?;
+                    let format = FormatKind::Native.format();
+                    format.finish_interrupted(&image).await?;
+                    assert!(format.finish_interrupted(&image).await?.is_empty(), "it is finished");
+                    let below = self.setup.below();
+                    let has_base = Superblocks::read(&*image).await?.superblock.base().is_some();
+                    let options = OpenOptions { read_only: true, ..options() };
+                    Native::open(image, below.filter(|_| has_base), options).await?.close().await
+                }
                 _ => revert(image, self.setup.below(), options(), self.taken[0].0).await,
             }
         })
@@ -588,7 +598,7 @@ impl Offline for Change {
             let reverted = self.taken.first().map(|(_, model)| model);
             match way {
                 None => self.look(&image, self.allowed(is_done).chain(&larger).chain(reverted)).await,
-                Some(0 | 3) => self.look(&image, self.allowed(is_done)).await,
+                Some(0 | 3 | 4) => self.look(&image, self.allowed(is_done)).await,
                 Some(1) => self.look(&image, self.allowed(true)).await,
                 Some(2) => self.look(&image, larger.iter()).await,
                 Some(_) => self.look(&image, reverted.into_iter()).await,

@@ -14,7 +14,8 @@ use crate::output::{say, say_json};
 /// Recover an image that was not closed, for example after a power failure
 ///
 /// `vellum serve` does the same when it opens such an image. The journal is replayed; without a journal, the
-/// refcounts are repaired. No flushed data is lost.
+/// refcounts are repaired. A revert, a resize or a deletion of a snapshot that was interrupted is finished. No flushed
+/// data is lost.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the image: raw, qcow2 or vellum. Default: detected from the file
@@ -42,12 +43,19 @@ pub(crate) fn run(args: &Args) -> Outcome {
             if let Some(recovery) = &recovered.replayed {
                 answer["journal"] = replayed_json(recovery);
             }
+            if !recovered.finished.is_empty() {
+                answer["finished"] = json!(recovered.finished);
+            }
             say_json(&answer);
         }
         OutputFormat::Human => {
             let fixed = (recovered.report.corruptions_fixed, recovered.report.leaks_fixed);
+            for change in &recovered.finished {
+                say(&format!("{name}: {change} was interrupted, and is finished now"));
+            }
             say(&match (&recovered.replayed, recovered.was_dirty, fixed) {
                 (Some(recovery), _, (0, 0)) => format!("{name} was recovered: {}", self::replayed(recovery)),
+                (None, false, (0, 0)) if !recovered.finished.is_empty() => format!("{name} was recovered"),
                 (None, false, (0, 0)) => format!("{name} was closed cleanly: nothing to do"),
                 (_, _, (corruptions, leaks)) => format!(
                     "{name} was recovered: {leaks} leaked clusters freed, {corruptions} refcounts or flags corrected"

@@ -211,3 +211,38 @@ fn broken_files_are_one_clear_line() {
     refused(63, &["raw", "image"], &["check", "-f", "raw", &dir.text("raw")]);
     refused(63, &[&dir.text("raw")], &["check", "-f", "raw", "--output", "json", &dir.text("raw")]);
 }
+
+/// A revert that a power cut interrupted after its commit point: the mark is in the list of snapshots, and nothing else has changed.
+#[test]
+fn an_interrupted_revert_is_finished() {
+    const SUPERBLOCK_PLACE_OF_LIST: u64 = 144;
+    const LIST: u64 = 512 << 10;
+    for repair in [&["recover"][..], &["check", "-r", "all"], &["check", "-r", "leaks"]] {
+        let dir = Dir::new("interrupted-revert");
+        let (raw, path, back) = (dir.text("raw"), dir.text("image.vlm"), dir.text("back.raw"));
+        let old = noise(MIB, 50);
+        std::fs::write(&raw, &old).expect("a disk");
+        vellum(&["convert", "-f", "raw", "-O", "vellum", "-o", "layout=table", &raw, &path]).answer();
+        vellum(&["snapshot", "create", &path, "one"]).answer();
+        std::fs::write(&raw, noise(MIB, 51)).expect("a disk");
+        vellum(&["convert", "-n", "-f", "raw", "-O", "vellum", &raw, &path]).answer();
+        let file = std::fs::File::open(&path).expect("the image");
+        let mut place = [0; 8];
+        file.read_exact_at(&mut place, SUPERBLOCK_PLACE_OF_LIST).expect("eight bytes");
+        poke(&path, u64::from_be_bytes(place) + LIST - 128 + 12, &1_u32.to_be_bytes());
+        refused(1, &["revert", "vellum recover"], &["convert", &path, &back]);
+        let checked = vellum(&["check", &path]);
+        assert!(checked.code == 2 && checked.err.contains("vellum recover"), "{checked:?}");
+        let said = vellum(&[repair, &[&path]].concat());
+        assert!(
+            said.code == 0 && format!("{}{}", said.out, said.err).contains("a revert to a snapshot"),
+            "{said:?}"
+        );
+        vellum(&["check", &path]).answer();
+        vellum(&["convert", &path, &back]).answer();
+        assert!(std::fs::read(&back).expect("there") == old, "{repair:?}");
+        let sound = std::fs::read(&path).expect("the image");
+        assert!(vellum(&["recover", &path]).answer().contains("nothing to do"));
+        assert!(std::fs::read(&path).expect("the image") == sound, "what needs nothing is only read");
+    }
+}

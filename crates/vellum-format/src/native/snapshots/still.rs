@@ -56,15 +56,23 @@ impl Still {
     }
 }
 
+/// Whether the revert of a closed image was interrupted after its mark.
+pub(in crate::native) async fn is_half_reverted(
+    image: &SharedStorage,
+    superblock: &Superblock,
+) -> Result<bool> {
+    Ok(superblock.has_snapshots() && List::read(&**image, &superblock.places()).await?.reverts_to != 0)
+}
+
 /// Refuses to read a disk whose revert is not finished.
 pub(in crate::native) async fn refuse_half_reverted(
     image: &SharedStorage,
     superblock: &Superblock,
 ) -> Result<()> {
-    match List::read(&**image, &superblock.places()).await?.reverts_to {
-        0 => Ok(()),
-        _ => Err(Error::unsupported(format!(
-            "a revert to a snapshot was not finished: open the image for writing once (`vellum snapshot list {}`)",
+    match is_half_reverted(image, superblock).await? {
+        false => Ok(()),
+        true => Err(Error::unsupported(format!(
+            "a revert to a snapshot was interrupted: `vellum recover {}` finishes it",
             image.name()
         ))),
     }

@@ -24,7 +24,7 @@ enum Need {
 
 use Need::{Program, Python};
 
-const WANTS: [Want; 29] = [
+const WANTS: [Want; 30] = [
     want(Program("qemu-img"), "qemu-utils", "the other opinion on images: check, compare, convert"),
     want(Program("qemu-io"), "qemu-utils", "writes what is read here, and reads what is written here"),
     want(Program("qemu-system-x86_64"), "qemu-system-x86", "boots a guest from a served clone"),
@@ -40,6 +40,7 @@ const WANTS: [Want; 29] = [
     want(Program("btrfs"), "btrfs-progs", "a third one, on a disk that is served as a file"),
     want(Python("sqlite3"), "libpython3-stdlib", "a database on such a file system"),
     want(Python("cryptography"), "python3-cryptography", "AES for the other checker of encrypted images"),
+    want(Program("cryptsetup"), "cryptsetup-bin", "makes volumes of LUKS version 2"),
     want(Program("busybox"), "busybox-static", "the programs of the guest"),
     want(Program("cpio"), "cpio", "packs the guest's first file system"),
     want(Program("xz"), "xz-utils", "unpacks modules of the guest's kernel"),

@@ -2,7 +2,7 @@
 //! disk. Most are read (`vellum-foreign`); the others are refused by name.
 //!
 //! ```text
-//!   the first 2 KiB        qcow 1, VMDK, VHDX, dynamic VHD, QED, VDI, Parallels, LUKS 2, cloop, Bochs
+//!   the first 2 KiB        qcow 1, VMDK, VHDX, dynamic VHD, QED, VDI, Parallels, LUKS 3 and later, cloop, Bochs
 //!   the last KiB           fixed VHD (whose footer is all it has), dmg
 //! ```
 //!
@@ -39,7 +39,7 @@ impl Foreign {
     /// The command that converts it to an image that Vellum can read.
     pub fn conversion(&self, file: &str) -> String {
         if self.qemu_name == "luks" {
-            // qemu-img does not read this version either.
+            // qemu-img does not read it either.
             return format!(
                 "cryptsetup open {file} NAME && vellum convert -f raw -O qcow2 /dev/mapper/NAME COPY.qcow2"
             );
@@ -133,8 +133,8 @@ const KINDS: [Kind; 12] = [
         },
     },
     Kind {
-        // Version 1 is read here (`luks/`).
-        name: "LUKS (version 2)",
+        // Versions 1 and 2 are read here (`luks/`).
+        name: "LUKS",
         qemu_name: "luks",
         reader: None,
         is_it: |ends| ends.head.starts_with(b"LUKS\xBA\xBE"),
@@ -321,7 +321,7 @@ mod tests {
                 file(9000, &[(0, b"WithouFreSpacExt\x02"), (36, &2048_u64.to_le_bytes())]),
             ),
             ("parallels", Some(mib), file(9000, &[(0, b"WithoutFreeSpace\x02"), (36, &[0, 8, 0, 0, 9])])),
-            ("luks", None, file(9000, &[(0, b"LUKS\xBA\xBE\0\x02")])),
+            ("luks", None, file(9000, &[(0, b"LUKS\xBA\xBE\0\x03")])),
             ("cloop", Some(3 << 16), file(9000, &[(0, cloop), (128, &[0, 1, 0, 0, 0, 0, 0, 3])])),
             (
                 "bochs",

@@ -112,7 +112,7 @@ pub async fn guess(storage: &dyn Storage) -> Result<Guess> {
     if first.starts_with(&MAGIC) {
         return Ok(Guess::Known(FormatKind::Native));
     }
-    if first.starts_with(b"LUKS\xBA\xBE\0\x01") {
+    if first.starts_with(b"LUKS\xBA\xBE\0\x01") || first.starts_with(b"LUKS\xBA\xBE\0\x02") {
         return Ok(Guess::Known(FormatKind::Luks));
     }
     // The first copy of the superblock may be damaged.

@@ -204,8 +204,8 @@ impl Header {
             1 => {}
             2 => {
                 return Err(Error::unsupported(
-                    "the image is encrypted with LUKS version 2, which is not supported: version 1 is. Open it with \
-                     `cryptsetup open`, and copy the device that it makes",
+                    "the image is encrypted with LUKS version 2, whose keys are not listed or changed here: use `cryptsetup \
+                     luksDump`, `luksAddKey` and `luksKillSlot`",
                 ));
             }
             other => {
@@ -380,7 +380,7 @@ impl Header {
     }
 }
 
-fn check_iterations(iterations: u32, of: &str) -> Result<()> {
+pub(crate) fn check_iterations(iterations: u32, of: &str) -> Result<()> {
     match iterations {
         0 => Err(Error::corrupt(format!("{of} has no iterations"))),
         1..=ITERATIONS_MAX => Ok(()),

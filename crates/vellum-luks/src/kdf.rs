@@ -79,6 +79,13 @@ impl Hash {
         }
     }
 
+    /// SHA-256 of these parts, one after the other.
+    pub(crate) fn sha256_of(parts: [&[u8]; 3]) -> [u8; 32] {
+        let mut hash = Sha256::new();
+        parts.iter().for_each(|part| hash.update(part));
+        hash.finalize().into()
+    }
+
     /// Derives `len` bytes from a secret.
     pub(crate) fn derive(
         self,

@@ -81,32 +81,38 @@ impl Secret {
     /// # Errors
     /// `Invalid` when it is no such text. The message has nothing of it.
     pub fn from_base64(&self) -> Result<Self> {
-        let bad = || Error::invalid("the secret is not valid base64");
-        let mut text = Zeroizing::new(self.0.to_vec());
-        text.retain(|byte| !byte.is_ascii_whitespace());
-        let data = text.iter().rposition(|byte| *byte != b'=').map_or(0, |last| last + 1);
-        if !text.len().is_multiple_of(4) || text.len() - data > 2 {
-            return Err(bad());
-        }
-        let mut bytes = Zeroizing::new(Vec::with_capacity(data));
-        for group in text[..data].chunks(4) {
-            let mut bits = 0_u32;
-            for byte in group {
-                let six = match byte {
-                    b'A'..=b'Z' => byte - b'A',
-                    b'a'..=b'z' => byte - b'a' + 26,
-                    b'0'..=b'9' => byte - b'0' + 52,
-                    b'+' => 62,
-                    b'/' => 63,
-                    _ => return Err(bad()),
-                };
-                bits = bits << 6 | u32::from(six);
-            }
-            bits <<= 6 * (4 - group.len());
-            bytes.extend_from_slice(&bits.to_be_bytes()[1..group.len()]);
-        }
+        let mut bytes =
+            decode_base64(&self.0).ok_or_else(|| Error::invalid("the secret is not valid base64"))?;
         Self::new(std::mem::take(&mut *bytes))
     }
+}
+
+/// The bytes that this is the base64 text of. White space does not count. `None` when it is no such text.
+pub(crate) fn decode_base64(text: &[u8]) -> Option<Zeroizing<Vec<u8>>> {
+    let mut text = Zeroizing::new(text.to_vec());
+    text.retain(|byte| !byte.is_ascii_whitespace());
+    let data = text.iter().rposition(|byte| *byte != b'=').map_or(0, |last| last + 1);
+    if !text.len().is_multiple_of(4) || text.len() - data > 2 {
+        return None;
+    }
+    let mut bytes = Zeroizing::new(Vec::with_capacity(data));
+    for group in text[..data].chunks(4) {
+        let mut bits = 0_u32;
+        for byte in group {
+            let six = match byte {
+                b'A'..=b'Z' => byte - b'A',
+                b'a'..=b'z' => byte - b'a' + 26,
+                b'0'..=b'9' => byte - b'0' + 52,
+                b'+' => 62,
+                b'/' => 63,
+                _ => return None,
+            };
+            bits = bits << 6 | u32::from(six);
+        }
+        bits <<= 6 * (4 - group.len());
+        bytes.extend_from_slice(&bits.to_be_bytes()[1..group.len()]);
+    }
+    Some(bytes)
 }
 
 impl fmt::Debug for Secret {
@@ -117,7 +123,11 @@ impl fmt::Debug for Secret {
 
 /// The secrets that a user has given, each with the name by which it is meant.
 #[derive(Debug, Clone, Default)]
-pub struct Secrets(Vec<(String, Secret)>);
+pub struct Secrets {
+    all: Vec<(String, Secret)>,
+    /// The name of the one that a copy is encrypted with, which is made of what the others open.
+    of_copy: Option<String>,
+}
 
 impl Secrets {
     /// Adds one.
@@ -131,29 +141,47 @@ impl Secrets {
         if self.named(name).is_some() {
             return Err(Error::invalid(format!("there are two secrets named {name:?}")));
         }
-        self.0.push((name.to_owned(), secret));
+        self.all.push((name.to_owned(), secret));
         Ok(())
     }
 
     /// The one of this name.
     pub fn named(&self, name: &str) -> Option<&Secret> {
-        self.0.iter().find(|(known, _)| known == name).map(|(_, secret)| secret)
+        self.all.iter().find(|(known, _)| known == name).map(|(_, secret)| secret)
     }
 
     /// The others.
     #[must_use]
     pub fn without(&self, name: &str) -> Self {
-        Self(self.0.iter().filter(|(known, _)| known != name).cloned().collect())
+        Self { all: self.all.iter().filter(|(known, _)| known != name).cloned().collect(), ..Self::default() }
     }
 
     /// All of them, in the order in which they were given.
     pub fn all(&self) -> impl Iterator<Item = &Secret> {
-        self.0.iter().map(|(_, secret)| secret)
+        self.all.iter().map(|(_, secret)| secret)
+    }
+
+    /// The same, of which the one of this name is for the copy.
+    #[must_use]
+    pub fn with_copy(&self, name: Option<&str>) -> Self {
+        Self { of_copy: name.map(str::to_owned), ..self.clone() }
+    }
+
+    /// The only one, for what cannot tell whether it is the right one. That of the copy does not count beside another.
+    pub fn only(&self) -> Option<&Secret> {
+        if let [(_, secret)] = &self.all[..] {
+            return Some(secret);
+        }
+        let mut others = self.all.iter().filter(|(name, _)| self.of_copy.as_ref() != Some(name));
+        match (others.next(), others.next()) {
+            (Some((_, secret)), None) => Some(secret),
+            _ => None,
+        }
     }
 
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.all.is_empty()
     }
 }
 
@@ -232,6 +260,9 @@ mod tests {
         assert!(secrets.add("a", secret("3")).is_err() && secrets.add("", secret("3")).is_err());
         assert_eq!(secrets.named("a").unwrap().bytes(), b"1");
         assert!(secrets.named("c").is_none());
+        assert!(secrets.only().is_none());
+        assert_eq!(secrets.with_copy(Some("a")).only().unwrap().bytes(), b"2");
+        assert_eq!(secrets.without("b").with_copy(Some("a")).only().unwrap().bytes(), b"1");
         assert!(!format!("{secrets:?}").contains('1'));
     }
 }

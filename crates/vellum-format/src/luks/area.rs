@@ -6,7 +6,7 @@ use vellum_core::{
     Buffer, Context, Error, ErrorKind, ImageOffset, ImageSpan, Offload, Result, SharedStorage, Storage,
     offload,
 };
-use vellum_luks::{HEADER_LEN, Header, MasterKey, Secrets, SectorCipher};
+use vellum_luks::{HEADER_LEN, Header, MasterKey, Mode, Secrets, SectorCipher};
 
 /// Where a LUKS header and its key material are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,12 +70,7 @@ impl KeyArea {
         storage: &SharedStorage,
         how: &Unlock<'_>,
     ) -> Result<(MasterKey, usize)> {
-        if how.secrets.is_empty() {
-            return Err(Error::unsupported(format!(
-                "{} is encrypted with LUKS: give the secret that opens it with `--secret id=NAME,file=FILE`",
-                storage.name()
-            )));
-        }
+        refuse_without_secret(&**storage, "LUKS", how.secrets)?;
         header.check_work().context(|| storage.name().to_owned())?;
         let mut materials = Vec::new();
         for slot in header.active_slots() {
@@ -92,15 +87,7 @@ impl KeyArea {
                 }
             }
         }
-        let newline = match how.secrets.all().any(|secret| secret.ends_with_newline()) {
-            true => "; a secret that was given ends with a line break, which counts (`printf` writes none)",
-            false => "",
-        };
-        let why = match materials.len() {
-            0 => "it has no key slot in use, so nothing can open it".to_owned(),
-            slots => format!("no secret that was given opens any of its {slots} key slots{newline}"),
-        };
-        Err(Error::new(ErrorKind::Invalid, format!("{} is encrypted with LUKS: {why}", storage.name())))
+        Err(opens_nothing(&**storage, how.secrets, materials.len()))
     }
 
     /// The cipher of the data, if one of the secrets opens it.
@@ -115,15 +102,45 @@ impl KeyArea {
     ) -> Result<Arc<SectorCipher>> {
         let header = self.header(&**storage).await?;
         let mode = header.mode();
-        if !mode.is_for_writing() && !how.may_be_weak {
-            return Err(Error::unsupported(format!(
-                "{} is encrypted with aes-{}, whose bits others can change unnoticed where they can write the file: it is \
-                 read by `vellum convert` only. Convert it with `vellum convert -O qcow2 -o encrypt.format=luks`",
-                storage.name(),
-                mode.name()
-            )));
-        }
+        refuse_weak(&**storage, mode, how.may_be_weak)?;
         let (key, _) = self.open(&header, storage, how).await?;
         SectorCipher::new(mode, &key).map(Arc::new)
+    }
+}
+
+/// Refuses to open an encrypted image where no secret was given.
+pub(crate) fn refuse_without_secret(storage: &dyn Storage, kind: &str, secrets: &Secrets) -> Result<()> {
+    match secrets.is_empty() {
+        false => Ok(()),
+        true => Err(Error::unsupported(format!(
+            "{} is encrypted with {kind}: give the secret that opens it with `--secret id=NAME,file=FILE`",
+            storage.name()
+        ))),
+    }
+}
+
+/// None of the secrets opens any of the slots that were tried.
+pub(super) fn opens_nothing(storage: &dyn Storage, secrets: &Secrets, slots: usize) -> Error {
+    let newline = match secrets.all().any(|secret| secret.ends_with_newline()) {
+        true => "; a secret that was given ends with a line break, which counts (`printf` writes none)",
+        false => "",
+    };
+    let why = match slots {
+        0 => "it has no key slot in use, so nothing can open it".to_owned(),
+        slots => format!("no secret that was given opens any of its {slots} key slots{newline}"),
+    };
+    Error::new(ErrorKind::Invalid, format!("{} is encrypted with LUKS: {why}", storage.name()))
+}
+
+/// Refuses an image in a mode that is only read, unless the caller copies or compares it.
+pub(crate) fn refuse_weak(storage: &dyn Storage, mode: Mode, may_be_weak: bool) -> Result<()> {
+    match mode.is_for_writing() || may_be_weak {
+        true => Ok(()),
+        false => Err(Error::unsupported(format!(
+            "{} is encrypted with aes-{}, whose bits others can change unnoticed where they can write the file: it is read \
+             by `vellum convert` only. Convert it with `vellum convert -O qcow2 -o encrypt.format=luks`",
+            storage.name(),
+            mode.name()
+        ))),
     }
 }

@@ -7,7 +7,7 @@
 //!
 //! 1. Buffers of the caller are never encrypted in place: what is written is a copy. What is read into memory that
 //!    is lent to a guest passes through memory of our own, so no guest sees it encrypted.
-//! 2. A part of a sector is read, changed and written as a whole, while no other write is in flight: the only case in
+//! 2. A sector is what one initial vector is for: 512 bytes, or up to 4096 in version 2 of LUKS. A part of a sector is read, changed and written as a whole, while no other write is in flight: the only case in
 //!    which a lock is held across a transfer. Everybody who writes whole sectors shares that lock.
 //! 3. Where a format says so ([`Unwritten::Zeros`]), a sector of which all stored bytes are zero reads as zero. Nothing
 //!    else is ever stored as such a sector: `seal` refuses it.
@@ -46,6 +46,10 @@ pub(crate) struct Ciphered {
     begin: u64,
     /// Where it ends; nothing where it ends with the storage below, however long that becomes.
     end: Option<u64>,
+    /// What is encrypted as one.
+    block: BlockSize,
+    /// What is added to the number of a sector here.
+    shift: u64,
     limits: Limits,
     cipher: Arc<SectorCipher>,
     unwritten: Unwritten,
@@ -54,11 +58,12 @@ pub(crate) struct Ciphered {
     parts: SharedOrAlone,
 }
 
-fn first_sector(at: ImageOffset) -> u64 {
+/// The number of the sector that begins here.
+pub(super) fn first_sector(at: ImageOffset) -> u64 {
     at.bytes() / SECTOR as u64
 }
 
-/// An encrypted copy of whole sectors that lie at this place.
+/// An encrypted copy of whole sectors, of which the first has this number.
 ///
 /// # Errors
 /// `Io` when a sector would be stored as the zeros that mean that nobody has written it.
@@ -66,11 +71,10 @@ pub(crate) async fn seal(
     cipher: &Arc<SectorCipher>,
     unwritten: Unwritten,
     place: &Arc<dyn Offload>,
-    at: ImageOffset,
+    first: u64,
     data: &Buffer,
 ) -> Result<Buffer> {
-    debug_assert!(BlockSize::SECTOR.aligns(at));
-    let (first, mut copy) = (first_sector(at), data.duplicate());
+    let mut copy = data.duplicate();
     let encrypt = move |cipher: &SectorCipher| {
         cipher.encrypt(first, copy.slice_mut());
         let is_taken = unwritten == Unwritten::Zeros && copy.slice().chunks(SECTOR).any(is_zero);
@@ -108,16 +112,16 @@ fn decrypt(cipher: &SectorCipher, unwritten: Unwritten, first: u64, piece: &mut 
     }
 }
 
-/// Decrypts whole sectors that were read from this place into memory of our own.
+/// Decrypts whole sectors that were read into memory of our own, of which the first has this number.
 async fn unseal(
     cipher: &Arc<SectorCipher>,
     unwritten: Unwritten,
     place: &Arc<dyn Offload>,
-    at: ImageOffset,
+    first: u64,
     mut data: Buffer,
 ) -> Buffer {
     let decrypt = move |cipher: &SectorCipher, data: &mut Buffer| {
-        let mut first = first_sector(at);
+        let mut first = first;
         for piece in data.pieces_mut() {
             decrypt(cipher, unwritten, first, piece);
             first += (piece.len() / SECTOR) as u64;
@@ -143,20 +147,21 @@ impl Ciphered {
         cipher: Arc<SectorCipher>,
         offload: Arc<dyn Offload>,
     ) -> Self {
-        let end = BlockSize::SECTOR.round_down(inner.len().saturating_sub(begin));
-        Self { begin, end: Some(end), ..Self::all_of(inner, cipher, offload) }
+        let len = inner.len().saturating_sub(begin);
+        let all = Self::all_of(inner, cipher, offload);
+        Self { begin, end: Some(all.block.round_down(len)), ..all }
     }
 
     /// As it is, but for an end that may lie within a sector.
-    #[cfg(test)]
     pub(super) fn ending_at(self, end: u64) -> Self {
         Self { end: Some(end), ..self }
     }
 
     /// All of `inner`, which may become longer: for reading what others encrypt there.
     pub(crate) fn all_of(inner: SharedStorage, cipher: Arc<SectorCipher>, offload: Arc<dyn Offload>) -> Self {
+        let block = BlockSize::from_shift(cipher.sector_bytes().trailing_zeros());
         let limits = Limits {
-            block_size: inner.limits().block_size.max(BlockSize::SECTOR),
+            block_size: inner.limits().block_size.max(block),
             fixed_len: true,
             grows_zeroed: false,
             fast_zeroes: false,
@@ -168,6 +173,8 @@ impl Ciphered {
             inner,
             begin: 0,
             end: None,
+            block,
+            shift: 0,
             limits,
             cipher,
             unwritten,
@@ -179,6 +186,15 @@ impl Ciphered {
     /// The same, of a format in which a sector of zeros is one that nobody has written.
     pub(super) fn with_unwritten(self, unwritten: Unwritten) -> Self {
         Self { unwritten, ..self }
+    }
+
+    /// The same, with this added to the number of each sector.
+    pub(crate) fn shifted(self, shift: u64) -> Self {
+        Self { shift, ..self }
+    }
+
+    fn number(&self, at: ImageOffset) -> u64 {
+        first_sector(at).wrapping_add(self.shift)
     }
 
     fn within(&self, span: ImageSpan) -> ImageSpan {
@@ -197,13 +213,14 @@ impl Ciphered {
 
     /// Reads whole sectors.
     async fn read_whole(&self, at: ImageOffset, mut buffer: Buffer) -> Result<Buffer> {
-        let is_ours = !buffer.is_lent() && buffer.piece_lengths().all(|len| len.is_multiple_of(SECTOR));
+        let sector = self.cipher.sector_bytes();
+        let is_ours = !buffer.is_lent() && buffer.piece_lengths().all(|len| len.is_multiple_of(sector));
         let own = match is_ours {
             true => std::mem::take(&mut buffer),
             false => Buffer::for_overwrite(buffer.len()),
         };
         let own = self.inner.read(at + self.begin, own).await?;
-        let own = unseal(&self.cipher, self.unwritten, &self.offload, at, own).await;
+        let own = unseal(&self.cipher, self.unwritten, &self.offload, self.number(at), own).await;
         if is_ours {
             return Ok(own);
         }
@@ -216,11 +233,11 @@ impl Ciphered {
         if buffer.is_empty() {
             return Ok(buffer);
         }
-        if BlockSize::SECTOR.aligns(at) && BlockSize::SECTOR.aligns(span.end()) {
+        if self.block.aligns(at) && self.block.aligns(span.end()) {
             return self.read_whole(at, buffer).await;
         }
-        let start = ImageOffset::new(BlockSize::SECTOR.round_down(at.bytes()));
-        let end = BlockSize::SECTOR.round_up(span.end().bytes());
+        let start = ImageOffset::new(self.block.round_down(at.bytes()));
+        let end = self.block.round_up(span.end().bytes());
         let len = usize::try_from(end - start.bytes()).expect("a request fits memory");
         let whole = self.read_whole(start, Buffer::for_overwrite(len)).await?;
         let skip = usize::try_from(at - start).expect("within a sector");
@@ -229,7 +246,7 @@ impl Ciphered {
     }
 
     async fn write_whole(&self, at: ImageOffset, data: &Buffer) -> Result<()> {
-        let sealed = seal(&self.cipher, self.unwritten, &self.offload, at, data).await?;
+        let sealed = seal(&self.cipher, self.unwritten, &self.offload, self.number(at), data).await?;
         self.inner.write(at + self.begin, sealed).await
     }
 
@@ -239,13 +256,13 @@ impl Ciphered {
         if data.is_empty() {
             return Ok(());
         }
-        if BlockSize::SECTOR.aligns(at) && BlockSize::SECTOR.aligns(span.end()) {
+        if self.block.aligns(at) && self.block.aligns(span.end()) {
             let _shared = self.parts.shared().await;
             return self.write_whole(at, &data).await;
         }
         let _alone = self.parts.alone().await;
-        let start = ImageOffset::new(BlockSize::SECTOR.round_down(at.bytes()));
-        let end = BlockSize::SECTOR.round_up(span.end().bytes());
+        let start = ImageOffset::new(self.block.round_down(at.bytes()));
+        let end = self.block.round_up(span.end().bytes());
         let len = usize::try_from(end - start.bytes()).expect("a request fits memory");
         let mut whole = self.read_whole(start, Buffer::for_overwrite(len)).await?;
         let skip = usize::try_from(at - start).expect("within a sector");

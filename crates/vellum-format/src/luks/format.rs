@@ -2,14 +2,19 @@
 //!
 //! There is nothing of an image in it that a write could leave half done: a sector of the disk is one of the file, so
 //! it comes out of a crash old or new, as that does. The key material is never written meanwhile.
+//!
+//! Version 1 is read and written, version 2 only read (`two.rs`).
 
 use std::sync::Arc;
 
-use vellum_core::{BlockSize, Error, ErrorKind, LocalFuture, Result, SharedStorage, Storage};
+use vellum_core::{
+    BlockSize, Buffer, Error, ErrorKind, ImageOffset, LocalFuture, Result, SharedStorage, Storage,
+};
 use vellum_luks::Header;
+use vellum_luks::luks2::Header2;
 
 use super::area::{KeyArea, Unlock};
-use super::{Ciphered, facts};
+use super::{Ciphered, facts, two};
 use crate::image::{Fact, Files, Format, Head, OpenOptions, Opened, ready};
 use crate::probe::FormatKind;
 use crate::raw::Raw;
@@ -18,18 +23,29 @@ use crate::report::{CheckReport, JournalChange, Repair};
 /// LUKS, as one of the formats.
 pub(crate) struct LuksFormat;
 
-/// The header of a raw image, and how long the image is.
+/// The header of a raw image, and how long the disk is.
 struct LuksHead {
-    header: Header,
+    header: AnyHeader,
     area: KeyArea,
     size: u64,
 }
 
+enum AnyHeader {
+    One(Box<Header>),
+    Two(Box<Header2>),
+}
+
 async fn head(image: &dyn Storage) -> Result<LuksHead> {
     let area = KeyArea::of_raw(image);
+    let first = image.read(ImageOffset::ZERO, Buffer::for_overwrite(8)).await?;
+    if !first.slice().starts_with(b"LUKS\xBA\xBE\0\x01") {
+        let header = two::header(image).await?;
+        let size = two::size(&header, image)?;
+        return Ok(LuksHead { header: AnyHeader::Two(Box::new(header)), area, size });
+    }
     let header = area.header(image).await?;
     let size = BlockSize::SECTOR.round_down(image.len().saturating_sub(header.payload()));
-    Ok(LuksHead { header, area, size })
+    Ok(LuksHead { header: AnyHeader::One(Box::new(header)), area, size })
 }
 
 impl Format for LuksFormat {
@@ -103,7 +119,10 @@ impl Head for LuksHead {
     }
 
     fn facts<'a>(&'a self, _image: &'a dyn Storage) -> LocalFuture<'a, Result<Vec<(&'static str, Fact)>>> {
-        ready(Ok(facts(&self.header)))
+        ready(Ok(match &self.header {
+            AnyHeader::One(header) => facts(header),
+            AnyHeader::Two(header) => two::facts(header),
+        }))
     }
 
     fn open<'a>(&'a self, files: Files, options: OpenOptions) -> LocalFuture<'a, Result<Opened>> {
@@ -116,8 +135,24 @@ impl Head for LuksHead {
                 may_be_weak: options.may_be_weak && options.read_only,
                 offload: &options.offload,
             };
-            let cipher = self.area.unlock(&files.image, &unlock).await?;
-            let data = Ciphered::behind(self.header.payload(), files.image, cipher, options.offload);
+            let data = match &self.header {
+                AnyHeader::One(header) => {
+                    let cipher = self.area.unlock(&files.image, &unlock).await?;
+                    Ciphered::behind(header.payload(), files.image, cipher, options.offload)
+                }
+                AnyHeader::Two(header) => {
+                    if !options.read_only {
+                        return Err(Error::unsupported(format!(
+                            "{} is encrypted with LUKS version 2, which is only read: open it read-only, or copy it with \
+                             `vellum convert -O qcow2 -o encrypt.format=luks`",
+                            files.image.name()
+                        )));
+                    }
+                    let cipher = two::unlock(header, &files.image, &unlock).await?;
+                    let at = header.segment().at;
+                    Ciphered::behind(at, files.image, cipher, options.offload).ending_at(self.size)
+                }
+            };
             let disk = Raw::open(Arc::new(data), options.read_only, &options.tally);
             Ok(Opened {
                 disk,
@@ -136,8 +171,7 @@ impl Head for LuksHead {
 mod tests {
     use futures_lite::future::block_on;
     use vellum_core::contract::{self, StorageFixture};
-    use vellum_core::{ImageOffset, Random};
-    use vellum_core::{Inline, MemoryStorage, Zeroes};
+    use vellum_core::{Inline, MemoryStorage, Random, Zeroes};
     use vellum_luks::{Hash, Mode, NewHeader, SectorCipher};
 
     use super::*;

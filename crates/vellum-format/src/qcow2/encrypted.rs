@@ -14,19 +14,21 @@
 //! 2. Space that reads as zero on the host does not read as zero in the disk. So no fill is left out because a fresh
 //!    cluster is zero.
 //! 3. Metadata and compressed clusters are not encrypted, as in QEMU.
-//! 4. A part of a sector is written with the rest of it (`luks/sector_parts.rs`).
+//! 4. The old scheme (`encryption=on`) is only read, where the caller copies or compares: AES-CBC, and a sector's number is
+//!    that in the disk.
+//! 5. A part of a sector is written with the rest of it (`luks/sector_parts.rs`).
 //!
 //! See `docs/design/0020-encryption.md`.
 
 use std::sync::Arc;
 
-use vellum_core::{BlockSize, Buffer, Error, GuestSpan, Result, SharedStorage};
-use vellum_luks::SectorCipher;
+use vellum_core::{BlockSize, Buffer, Error, GuestOffset, GuestSpan, ImageOffset, Result, SharedStorage};
+use vellum_luks::{IvRule, Mode, SectorCipher};
 
 use super::header::{Encryption, Header};
 use super::image::Qcow2;
 use crate::image::OpenOptions;
-use crate::luks::{KeyArea, Unlock, WholeSectors};
+use crate::luks::{KeyArea, Unlock, WholeSectors, refuse_weak, refuse_without_secret};
 
 /// The cipher of an image, if it is encrypted.
 ///
@@ -40,10 +42,7 @@ pub(crate) async fn unlock(
 ) -> Result<Option<Arc<SectorCipher>>> {
     match header.encryption() {
         None => Ok(None),
-        Some(Encryption::Aes) => Err(Error::unsupported(format!(
-            "{} is encrypted with the old AES-CBC scheme of qcow2, which is broken: convert it with qemu-img",
-            image.name()
-        ))),
+        Some(Encryption::Aes) => old_cipher(image, options).map(Some),
         Some(Encryption::Luks) => {
             let area = KeyArea { span: header.key_area().expect("it was checked") };
             let unlock = Unlock {
@@ -52,6 +51,32 @@ pub(crate) async fn unlock(
                 offload: &options.offload,
             };
             area.unlock(image, &unlock).await.map(Some)
+        }
+    }
+}
+
+/// The cipher of the old scheme: AES-CBC, with the first 16 bytes of the secret as its key. Nothing in the image tells whether
+/// that is the right one.
+fn old_cipher(image: &SharedStorage, options: &OpenOptions) -> Result<Arc<SectorCipher>> {
+    let is_read = options.read_only || options.snapshot.is_some();
+    refuse_weak(&**image, Mode::Cbc(IvRule::Plain64), options.may_be_weak && is_read)?;
+    refuse_without_secret(&**image, "the old scheme of qcow2", &options.secrets)?;
+    match options.secrets.only() {
+        Some(secret) => SectorCipher::of_old_qcow2(secret).map(Arc::new),
+        None => Err(Error::invalid(format!(
+            "{} is encrypted with the old scheme of qcow2, which does not tell whether a secret is the right one: give that \
+             one with --secret, and beside it at most that of the copy",
+            image.name()
+        ))),
+    }
+}
+
+impl Qcow2 {
+    /// The storage in which what is stored here reads as the guest sees it from this place of the disk on.
+    pub(super) fn plain_at(&self, host: ImageOffset, guest: GuestOffset) -> SharedStorage {
+        match &self.old_cipher {
+            None => self.plain.clone(),
+            Some(cipher) => cipher.plain(self.data.clone(), host, guest),
         }
     }
 }

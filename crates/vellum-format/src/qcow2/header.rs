@@ -47,7 +47,7 @@ pub enum Compression {
 /// How guest data is encrypted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Encryption {
-    /// AES in CBC mode, the legacy method, which is not read.
+    /// AES in CBC mode, the old method, which is only read.
     Aes,
     /// LUKS.
     Luks,

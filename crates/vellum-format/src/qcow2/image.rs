@@ -46,7 +46,7 @@ use super::quarantine::Quarantine;
 use super::refcount::{Look, RefcountPage, Refcounts, Run, Stop};
 use crate::engine::{Commit as _, Engine};
 use crate::keyed::KeyedLocks;
-use crate::luks::GuestCipher;
+use crate::luks::{GuestCipher, OldCipher};
 use crate::perturb;
 use crate::session::CacheId;
 use crate::state::lock;
@@ -76,6 +76,8 @@ pub struct Qcow2 {
     pub(crate) plain: SharedStorage,
     /// How guest data is encrypted, if it is.
     pub(crate) encrypted: Option<GuestCipher>,
+    /// As above, in the old scheme, which is only read: a sector has its number in the disk.
+    pub(crate) old_cipher: Option<OldCipher>,
     pub(crate) has_data_file: bool,
     pub(crate) below: Option<SharedDisk>,
     /// The same, for reads that complete a cluster.

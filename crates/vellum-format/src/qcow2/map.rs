@@ -42,7 +42,7 @@ impl Qcow2 {
             at = span.end();
             let place = match part.from {
                 Origin::Zero { allocated } => Place::Zero { allocated },
-                Origin::Host(at) => Place::Data { storage: self.plain.clone(), at },
+                Origin::Host(at) => Place::Data { storage: self.plain_at(at, span.start()), at },
                 Origin::Below => Place::Below,
                 Origin::Compressed { .. } => Place::Compressed,
             };

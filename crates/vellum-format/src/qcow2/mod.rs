@@ -39,7 +39,7 @@
 //! an old mapping, which one loads a page), and most of the journal (the writes around a record are in
 //! `journal/commit.rs`).
 //!
-//! Source: QEMU's `docs/interop/qcow2.rst`. Left out for now: the old AES-CBC encryption.
+//! Source: QEMU's `docs/interop/qcow2.rst`. The old AES-CBC encryption is only read.
 
 mod ahead;
 mod amend;

@@ -19,7 +19,7 @@ use super::check;
 use super::compressed::Decompressor;
 use super::encrypted;
 use super::entry::Entries;
-use super::header::Header;
+use super::header::{Encryption, Header};
 use super::header_state::HeaderState;
 use super::image::Qcow2;
 use super::journal::{Journal, Overlaid};
@@ -36,7 +36,7 @@ use crate::handover::may_change;
 use crate::hash::HashSet;
 use crate::image::{CachedTables, Files, MAPPING_BYTES_DEFAULT};
 use crate::journal::record::{BYTES_MAX, BYTES_MIN};
-use crate::luks::{GuestCipher, Unwritten};
+use crate::luks::{GuestCipher, OldCipher, Unwritten};
 use crate::session::{CacheId, may_use};
 use crate::state::lock;
 use crate::truth::settle;
@@ -133,7 +133,13 @@ impl Qcow2 {
             Some(refcounts) => tracking(&header, &*image, refcounts).await?,
             None => Tracking::default(),
         };
-        let cipher = options.cipher.filter(|_| header.encryption().is_some());
+        let (cipher, old_cipher) = match header.encryption() {
+            None => (None, None),
+            Some(Encryption::Aes) => {
+                (None, options.cipher.map(|cipher| OldCipher::new(cipher, options.offload.clone())))
+            }
+            Some(Encryption::Luks) => (options.cipher, None),
+        };
         let encrypted =
             cipher.map(|cipher| GuestCipher::new(cipher, Unwritten::Random, options.offload.clone()));
         let (cluster, entries) = (header.cluster_size(), Entries::of(&header));
@@ -165,6 +171,7 @@ impl Qcow2 {
             data,
             plain,
             encrypted,
+            old_cipher,
             fills: options.fills.or_else(|| files.below.clone()),
             below: files.below,
             mapping: mapping(cluster, entries, l1, size, options.mapping_bytes_max, lookups),

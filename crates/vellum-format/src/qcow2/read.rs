@@ -133,6 +133,10 @@ impl Qcow2 {
 
     async fn read_part(&self, at: GuestOffset, part: Part, mut buffer: Buffer) -> Result<Buffer> {
         match part.from {
+            Origin::Host(host) if self.old_cipher.is_some() => {
+                let plain = self.plain_at(host, at);
+                plain.read(host, buffer).await
+            }
             Origin::Host(host) => self.plain.read(host, buffer).await,
             Origin::Below => read_below(self.below.as_ref(), at, buffer).await,
             Origin::Zero { .. } => {

@@ -235,7 +235,9 @@ fn encryption_text(encryption: &Value) -> String {
 
 fn slots_in_use(slots: &Value) -> String {
     let slots = slots.as_array().into_iter().flatten().enumerate();
-    let used = slots.filter(|(_, slot)| slot["active"] == json!(true)).map(|(number, _)| number.to_string());
+    let used = slots.filter(|(_, slot)| slot["active"] == json!(true));
+    // Version 2 lists only those that there are.
+    let used = used.map(|(index, slot)| slot["id"].as_u64().unwrap_or(index as u64).to_string());
     used.collect::<Vec<_>>().join(", ")
 }
 

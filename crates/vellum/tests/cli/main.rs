@@ -10,6 +10,7 @@
 //!   cloning.rs   many images over one template
 //!   delta.rs     diff and apply
 //!   encrypted.rs LUKS: images to and fro between both programs, secrets, keys
+//!   encrypted_elsewhere.rs      what is only read: volumes of cryptsetup, qcow2 images of the old scheme
 //!   flash.rs     images of which a flash cache holds writes
 //!   flatten.rs   clones without their template
 //!   foreign.rs   images of other programs: read, mapped, served, below others
@@ -46,6 +47,7 @@ mod damage;
 mod delta;
 mod durable;
 mod encrypted;
+mod encrypted_elsewhere;
 mod flash;
 mod flatten;
 mod foreign;

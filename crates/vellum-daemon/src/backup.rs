@@ -24,6 +24,7 @@ use vellum_core::{
 };
 use vellum_format::FormatKind;
 use vellum_format::image::{Bits, OpenBitmaps};
+use vellum_format::luks::Secrets;
 use vellum_format::qcow2::CreateOptions;
 use vellum_io::Draft;
 use vellum_layer::Chain;
@@ -48,6 +49,8 @@ pub struct Backup {
     pub before: Option<(PathBuf, FormatKind)>,
     /// The options of the new image.
     pub options: CreateOptions,
+    /// What opens the new image and the backup before, where they are encrypted.
+    pub secrets: Arc<Secrets>,
     /// Where references of the backup before may lead, besides its own directory.
     pub allow_dirs: Vec<PathBuf>,
 }
@@ -88,9 +91,9 @@ async fn with_source(
     stop: &Stop,
     progress: &dyn Fn(u64, u64),
 ) -> Result<BackedUp> {
-    if source.top().head.is_encrypted() {
+    if source.is_any_encrypted() && wish.options.encryption.is_none() {
         return Err(Error::unsupported(
-            "its disk is encrypted, and the backup would not be: copy the disk with `vellum convert`",
+            "its disk is encrypted, and the backup would not be: add `-o encrypt.format=luks,encrypt.key-secret=ID`",
         ));
     }
     let bitmaps = bitmaps_of(source)?;
@@ -194,12 +197,17 @@ impl Target {
             allow_dirs: allow_dirs.clone(),
             remote_timeout: None,
             trust_base: false,
-            secrets: Arc::default(),
+            secrets: wish.secrets.clone(),
             stands_on_encrypted: Arc::default(),
             never_flushed: false,
         };
         create_qcow2(&target, wish.options.clone()).await?;
-        let options = ImageOptions { format: Some(FormatKind::Qcow2), allow_dirs, ..ImageOptions::default() };
+        let options = ImageOptions {
+            format: Some(FormatKind::Qcow2),
+            allow_dirs,
+            secrets: wish.secrets.clone(),
+            ..ImageOptions::default()
+        };
         open_image(draft.path(), &options).await
     }
 

@@ -51,6 +51,8 @@ pub struct Committed {
     pub between: Vec<PathBuf>,
     /// Bytes of data that were written into the base.
     pub bytes_written: u64,
+    /// The base is not encrypted, and an image above it was.
+    pub is_less_protected: bool,
 }
 
 /// An image above the base.
@@ -129,6 +131,8 @@ pub async fn commit(
         base: base.disk().clone(),
         steering: &steering,
     };
+    let was_encrypted = layers.iter().any(|layer| layer.top().head.is_encrypted());
+    let is_less_protected = was_encrypted && !base.top().head.is_encrypted();
     let size = plan.size();
     let copied = match merge.all(size, &|done| progress(size, done)).await {
         Ok(bytes) => merge.flush().await.map(|()| bytes),
@@ -140,7 +144,7 @@ pub async fn commit(
     }
     let bytes_written = copied.and_then(|bytes| closed.map(|()| bytes))?;
     let between = plan.between();
-    Ok(Committed { base: plan.base, between, bytes_written })
+    Ok(Committed { base: plan.base, between, bytes_written, is_less_protected })
 }
 
 /// Stopping is safe at any time.

@@ -21,7 +21,7 @@ use vellum_core::{BlockSize, Error, ErrorKind, GuestSpan, Result, SharedDisk};
 use vellum_format::luks::Secrets;
 use vellum_format::{FormatKind, native, qcow2};
 use vellum_io::Draft;
-use vellum_layer::{Chain, Gate};
+use vellum_layer::{Chain, Encrypted, Gate};
 
 use crate::copy::{CopyCompression, CopyOptions, copy};
 use crate::create::{CreateTarget, create_native, create_qcow2, new_raw, no_new_luks};
@@ -45,6 +45,8 @@ pub struct Conversion {
     pub secrets: Arc<Secrets>,
     /// The target exists already and is filled.
     pub fills_existing: bool,
+    /// What an existing target must be, if the user has said that it is encrypted.
+    pub must_be_encrypted: Option<Encrypted>,
     /// An existing target reads as zero already.
     pub target_is_zero: bool,
     /// Data files that an existing target may have and write, because the user named them.
@@ -275,6 +277,7 @@ impl Copying<'_> {
             allow_dirs: how.allow_dirs.iter().cloned().chain(beside).collect(),
             remote_timeout: how.remote_timeout,
             secrets: how.secrets.clone(),
+            must_be_encrypted: how.must_be_encrypted,
             data_files: how.data_files.iter().cloned().chain(self.new_data_file()?).collect(),
             ..ImageOptions::default()
         };

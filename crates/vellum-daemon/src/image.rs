@@ -13,7 +13,9 @@ use vellum_format::{FormatKind, Prealloc};
 use vellum_io::{File, OpenOptions, clock};
 use vellum_layer::chain::{Step, being_written, guess_format, replayed};
 use vellum_layer::hydrate::TapOptions;
-use vellum_layer::{Chain, ChainOptions, FlashChoice, Opener, Purpose, Referrer, Templates, Trust};
+use vellum_layer::{
+    Chain, ChainOptions, Encrypted, FlashChoice, Opener, Purpose, Referrer, Templates, Trust,
+};
 use vellum_remote::{REMOTE_TIMEOUT_DEFAULT, RemoteOptions};
 
 use crate::chunk_cache::CacheChoice;
@@ -63,6 +65,8 @@ pub struct ImageOptions {
     pub wished_tap: Option<TapOptions>,
     /// What opens encrypted images: each secret is tried on each of them.
     pub secrets: Arc<Secrets>,
+    /// Which image must be encrypted, if the user has said that one is.
+    pub must_be_encrypted: Option<Encrypted>,
     /// Images that are only read may be encrypted in a mode that is not written any more: they are to be copied into
     /// one that is.
     pub may_be_weak: bool,
@@ -143,6 +147,7 @@ pub async fn open_over(
         tap: options.tap.clone(),
         wished_tap: options.wished_tap.clone(),
         secrets: options.secrets.clone(),
+        must_be_encrypted: options.must_be_encrypted,
         may_be_weak: options.may_be_weak,
         flash: options.flash.clone(),
         fast: options.fast.clone(),
@@ -248,6 +253,9 @@ pub async fn open_file(path: &Path, options: &ImageOptions) -> Result<(SharedSto
         Some(format) => format,
         None => guess_format(&*storage, path, &canonical).await?.0,
     };
+    if options.must_be_encrypted == Some(Encrypted::Top) {
+        Encrypted::Top.check(path, format.format().read(&*storage).await?.is_encrypted())?;
+    }
     Ok((storage, format))
 }
 

@@ -115,5 +115,5 @@ pub use vellum_io::{
 pub use vellum_layer::hydrate::trace::{TRACE_BYTES_MAX, Trace};
 pub use vellum_layer::hydrate::{PrefetchLimits, Run};
 pub use vellum_layer::valve::RateLimits;
-pub use vellum_layer::{DiscardMode, SparseMode, ZeroDetection};
+pub use vellum_layer::{DiscardMode, Encrypted, SparseMode, ZeroDetection};
 pub use vellum_remote::{end_programs, wait_for_closed};

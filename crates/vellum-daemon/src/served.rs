@@ -264,7 +264,9 @@ impl Served {
             true => Reconnects::durable(),
             false => Reconnects::doubtful(chain.was_left_open()),
         };
-        let (image, wish) = (image_options(export, &how), chain.top().head.wish());
+        // What it was opened as may change: a base that was encrypted is let go of, a job ends in another image.
+        let image = ImageOptions { must_be_encrypted: None, ..image_options(export, &how) };
+        let wish = chain.top().head.wish();
         // They are of the disk, and of all of it.
         let bitmaps = match export.image.snapshot.is_some() || how.part.is_some() {
             true => Vec::new(),

@@ -212,6 +212,11 @@ pub async fn attach(image: &Path, fast: &FastFor, options: &ImageOptions) -> Res
                    storage";
         return Err(Error::unsupported(format!("{}: {why}", image.display())));
     };
+    if head.is_encrypted() {
+        let why = "the image is encrypted, and the fast medium would have copies of its data as they are: keep the image \
+                   itself on fast storage, or copy it into one that is not encrypted (`vellum convert`)";
+        return Err(Error::unsupported(format!("{}: {why}", image.display())));
+    }
     let (medium, is_new) = open_or_make(fast).await?;
     if let Some(other) = head.fast().filter(|named| named.id != medium.id()) {
         return Err(Error::new(

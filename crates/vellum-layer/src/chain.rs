@@ -119,6 +119,39 @@ pub trait Opener {
 /// it was changed last.
 pub type Identity = [u64; 4];
 
+/// Which image of a chain must be encrypted.
+///
+/// A program that can write to the file can clear the mark that says so, and what a guest writes then is stored as plain bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Encrypted {
+    /// The top one: options of the image say so.
+    Top,
+    /// One of them: secrets were given.
+    Any,
+}
+
+impl Encrypted {
+    /// Checks the header of an image.
+    ///
+    /// # Errors
+    /// `Refused` when it says that the image is not encrypted.
+    pub fn check(self, name: &Path, is_encrypted: bool) -> Result<()> {
+        let name = name.display();
+        let why = match self {
+            _ if is_encrypted => return Ok(()),
+            Self::Top => format!(
+                "{name} is not encrypted, but its options say that it is (encrypt.*, key-secret): omit them, unless it was \
+                 encrypted before: then the file was changed, and is restored from a backup"
+            ),
+            Self::Any => format!(
+                "a secret was given, but neither {name} nor an image below it is encrypted: omit --secret, unless it was \
+                 encrypted before: then the file was changed, and is restored from a backup"
+            ),
+        };
+        Err(Error::new(ErrorKind::Refused, why))
+    }
+}
+
 /// How a chain is opened.
 #[derive(Clone)]
 pub struct ChainOptions {
@@ -158,6 +191,8 @@ pub struct ChainOptions {
     pub wished_tap: Option<TapOptions>,
     /// What opens encrypted images.
     pub secrets: Arc<Secrets>,
+    /// Which image must be encrypted, if the user has said that one is.
+    pub must_be_encrypted: Option<Encrypted>,
     /// Images that are only read may be encrypted in a mode that is not written any more.
     pub may_be_weak: bool,
     /// The flash cache over the disks.
@@ -186,6 +221,7 @@ impl Default for ChainOptions {
             tap: None,
             wished_tap: None,
             secrets: Arc::default(),
+            must_be_encrypted: None,
             may_be_weak: false,
             flash: None,
             fast: None,
@@ -322,6 +358,9 @@ impl Chain {
         };
         let flash_id = flash_id.and_then(|found| found.first().copied());
         let (mut image, next) = find_one(way, &step, options).await?;
+        if options.must_be_encrypted == Some(Encrypted::Top) {
+            Encrypted::Top.check(&image.path, image.head.is_encrypted())?;
+        }
         let options = &options.with_wish(image.head.wish());
         let was_left_open = image.head.was_left_open();
         let was_pinned = image.head.pin().is_some();
@@ -332,6 +371,11 @@ impl Chain {
             (Some(step), None) => Some(Stand::on(Below::open(way, step, options, top_need).await?)),
             (Some(step), Some(templates)) => Some(templates.stand(way, step, options).await?),
         };
+        if options.must_be_encrypted == Some(Encrypted::Any) {
+            let mut members = below.iter().flat_map(|below| below.members());
+            let is_encrypted = image.head.is_encrypted() || members.any(|member| member.head.is_encrypted());
+            Encrypted::Any.check(&image.path, is_encrypted)?;
+        }
         if let Some(below) = &below {
             check_content_id(&*image.head, below.members().first()).map_err(|error| step.describe(error))?;
             image.hold_against_pin(below, options).await.map_err(|error| step.describe(error))?;

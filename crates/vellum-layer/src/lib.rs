@@ -19,8 +19,8 @@ pub mod valve;
 mod view;
 
 pub use chain::{
-    Chain, ChainOptions, FlashChoice, Flashed, FlashedTables, HeldForks, Identity, Member, Opener, Purpose,
-    Templates,
+    Chain, ChainOptions, Encrypted, FlashChoice, Flashed, FlashedTables, HeldForks, Identity, Member, Opener,
+    Purpose, Templates,
 };
 pub use durable::Durable;
 pub use gate::{Gate, Referrer, Trust};

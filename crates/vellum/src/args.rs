@@ -14,7 +14,7 @@ use vellum_daemon::{
 
 use crate::config::allowed;
 use crate::key_values::split_options;
-use crate::names::{Named, named};
+use crate::names::named;
 use crate::secrets::SecretArgs;
 
 /// How results are printed.
@@ -91,8 +91,9 @@ pub(crate) fn parse_seconds(text: &str) -> Result<Duration> {
 impl ReadArgs {
     /// The image that the user names in this way, and how it is opened.
     pub(crate) fn open(&self, file: &Path) -> Result<(PathBuf, ImageOptions)> {
-        let Named { path, format } = named(file, self.format, self.image_opts)?;
-        Ok((path, ImageOptions { format, ..self.options()? }))
+        let named = named(file, self.format, self.image_opts)?;
+        let must_be_encrypted = named.must_be_encrypted();
+        Ok((named.path, ImageOptions { format: named.format, must_be_encrypted, ..self.options()? }))
     }
 
     fn options(&self) -> Result<ImageOptions> {
@@ -415,14 +416,38 @@ impl NewImage {
         Ok((Qcow2Options { encryption: keys, ..self.qcow2.clone() }, native))
     }
 
+    /// As above, of an image that is never made: the keys are as long, and made at once.
+    pub(crate) fn with_keys_to_measure(&self, secrets: &Secrets) -> Result<(Qcow2Options, NativeOptions)> {
+        let mut new = self.clone();
+        if let Some(encryption) = &mut new.encryption {
+            encryption.time = Duration::from_millis(1);
+        }
+        new.with_keys(secrets)
+    }
+
+    /// Refuses what is not about encryption, for commands that make images of one kind.
+    pub(crate) fn refuse_all_but_encryption(&self) -> Result<()> {
+        match self.said.iter().find(|key| !key.starts_with(OF_ENCRYPTION)) {
+            None => Ok(()),
+            Some(key) => {
+                Err(Error::unsupported(format!("-o {key}: only the options encrypt.* can be given here")))
+            }
+        }
+    }
+
     /// Refuses encryption, for commands that do not make encrypted images.
     pub(crate) fn refuse_encryption(&self) -> Result<()> {
         match self.encryption {
             None => Ok(()),
             Some(_) => Err(Error::unsupported(
-                "-o encrypt.format: only `vellum create` and `vellum convert` make encrypted images",
+                "-o encrypt.format: only `vellum create`, `vellum convert` and `vellum migrate prepare` make encrypted images",
             )),
         }
+    }
+
+    /// The name of the secret that is to open it, if it is to be encrypted.
+    pub(crate) fn key_secret(&self) -> Option<&str> {
+        self.encryption.as_ref().map(|encryption| encryption.secret.as_str())
     }
 
     /// What is said of encryption where a new image is described.

@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 use vellum_core::{Error, Result};
-use vellum_daemon::{FormatKind, Part};
+use vellum_daemon::{Encrypted, FormatKind, Part};
 
 use crate::key_values::split_options;
 
@@ -30,13 +30,22 @@ use crate::key_values::split_options;
 pub(crate) struct Named {
     pub(crate) path: PathBuf,
     pub(crate) format: Option<FormatKind>,
+    /// The options say that it is encrypted.
+    pub(crate) is_encrypted: bool,
+}
+
+impl Named {
+    /// What opening it must find.
+    pub(crate) fn must_be_encrypted(&self) -> Option<Encrypted> {
+        self.is_encrypted.then_some(Encrypted::Top)
+    }
 }
 
 /// What stands in front of a tree of keys in place of a file name.
 const PREFIX: &str = "json:";
 
 /// Keys whose meaning is what is done anyway, or does not change what is read.
-const ASIDE: [&str; 12] = [
+const ASIDE: [&str; 9] = [
     "node-name",
     "read-only",
     "auto-read-only",
@@ -46,10 +55,10 @@ const ASIDE: [&str; 12] = [
     "aio",
     "cache.no-flush",
     "cache.direct",
-    "encrypt.format",
-    "encrypt.key-secret",
-    "key-secret",
 ];
+
+/// Keys that say that the image is encrypted. Each secret is tried on each image, so which one is meant does not count.
+const ENCRYPTED: [&str; 3] = ["encrypt.format", "encrypt.key-secret", "key-secret"];
 
 /// As [`named`], and the part of the image that is meant: `driver=raw` may name one with `offset=` and `size=`.
 pub(crate) fn named_part(
@@ -83,7 +92,7 @@ fn read_name(
     is_options: bool,
     take: impl FnOnce(&mut BTreeMap<String, String>) -> Result<()>,
 ) -> Result<Named> {
-    let plain = || Ok(Named { path: text.to_owned(), format });
+    let plain = || Ok(Named { path: text.to_owned(), format, is_encrypted: false });
     let Some(string) = text.to_str() else { return plain() };
     let mut keys = match (is_options, string.strip_prefix(PREFIX)) {
         (false, None) => return plain(),
@@ -144,7 +153,7 @@ fn of_keys(mut keys: BTreeMap<String, String>) -> Result<Named> {
         Some(protocol) if PROTOCOLS.contains(&protocol) => {
             let path = place(protocol, "", &mut keys)?;
             refuse_rest(&keys)?;
-            return Ok(Named { path, format: Some(FormatKind::Raw) });
+            return Ok(Named { path, format: Some(FormatKind::Raw), is_encrypted: false });
         }
         Some(format) => Some(format.parse::<FormatKind>()?),
         None => None,
@@ -157,8 +166,12 @@ fn of_keys(mut keys: BTreeMap<String, String>) -> Result<Named> {
         if is_nbd { "nbd".to_owned() } else { "file".to_owned() }
     });
     let path = place(&protocol, "file.", &mut keys)?;
+    if let Some(kind) = keys.get("encrypt.format").filter(|kind| !["luks", "aes"].contains(&kind.as_str())) {
+        return Err(Error::unsupported(format!("encrypt.format={kind}: use luks")));
+    }
+    let is_encrypted = ENCRYPTED.iter().fold(false, |any, key| any | keys.remove(*key).is_some());
     refuse_rest(&keys)?;
-    Ok(Named { path, format })
+    Ok(Named { path, format, is_encrypted })
 }
 
 /// Takes the keys that say where the bytes are.
@@ -267,6 +280,22 @@ mod tests {
             ),
         ] {
             assert_eq!(means(text, false), found(path, format), "{text}");
+        }
+    }
+
+    #[test]
+    fn options_of_encryption_are_a_claim() {
+        for (text, is_encrypted) in [
+            ("driver=qcow2,file.filename=a", false),
+            ("driver=qcow2,file.filename=a,encrypt.key-secret=s", true),
+            ("driver=qcow2,file.filename=a,encrypt.format=luks", true),
+            ("driver=luks,file.filename=a,key-secret=s", true),
+        ] {
+            assert_eq!(named(Path::new(text), None, true).unwrap().is_encrypted, is_encrypted, "{text}");
+        }
+        for text in ["driver=raw,file.filename=a,encrypt.format=rot13", "driver=file,filename=a,key-secret=s"]
+        {
+            named(Path::new(text), None, true).unwrap_err();
         }
     }
 

@@ -308,6 +308,7 @@ impl Control {
                     target: target.clone(),
                     before: before.clone().zip(format),
                     options: CreateOptions::default(),
+                    secrets: Default::default(),
                     allow_dirs: Vec::new(),
                 };
                 if wish.before.is_some() != before.is_some() || !target.is_absolute() {

@@ -56,7 +56,8 @@ impl Served {
         }
         if chain.top().head.is_encrypted() {
             return Err(Error::unsupported(format!(
-                "{}: its disk is encrypted, and the backup would not be",
+                "{}: its disk is encrypted, and the backup would not be: stop the server, and make it with `vellum backup -o \
+                 encrypt.format=luks,encrypt.key-secret=ID`",
                 self.shown()
             )));
         }

@@ -66,7 +66,8 @@ impl FlashChoice {
             return match self.policy {
                 None | Some(FlashPolicy::Off) => Ok(FlashPolicy::Off),
                 Some(_) => Err(Error::unsupported(
-                    "the image is encrypted, and a flash cache would have its data as it is: use the flash policy off",
+                    "the image is encrypted, and a flash cache would have its data as it is: use the flash policy off (`vellum serve \
+                     --flash-policy NAME:off`)",
                 )),
             };
         }

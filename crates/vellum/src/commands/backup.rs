@@ -11,7 +11,7 @@ use vellum_daemon::{FormatKind, IoMode, Qcow2Options, run as run_worker};
 
 use super::change::ChangeArgs;
 use super::{Failure, Outcome};
-use crate::args::parse_format;
+use crate::args::{NewImage, parse_format};
 use crate::output::human_bytes;
 
 /// Copy a disk, or what a bitmap says has changed, into a new qcow2 image
@@ -44,6 +44,12 @@ pub(crate) struct Args {
     /// Format of the backup before
     #[arg(short = 'F', long, value_name = "FMT", value_parser = parse_format, requires = "backing")]
     backing_format: Option<FormatKind>,
+    /// Options of the new image: encrypt.format, encrypt.key-secret and the others that begin with encrypt; `vellum create -o
+    /// help` lists them
+    ///
+    /// The backup of an encrypted disk must be encrypted.
+    #[arg(short, long = "option", value_name = "NAME=VALUE", conflicts_with = "control")]
+    options: Vec<String>,
     /// Back up a disk of the server with this control socket, instead of an image
     #[arg(long, value_name = "PATH")]
     control: Option<PathBuf>,
@@ -111,11 +117,15 @@ async fn served(args: &Args, target: &Path) -> Result<BackedUp, Failure> {
 
 async fn made(args: &Args, source: &Path, target: &Path) -> Result<BackedUp, Failure> {
     let options = args.change.options()?;
+    let new = NewImage::parse(&args.options)?;
+    new.refuse_all_but_encryption()?;
+    let (Qcow2Options { encryption, .. }, _) = new.with_keys(&options.secrets)?;
     let wish = Backup {
         bitmap: args.bitmap.clone(),
         target: target.to_owned(),
         before: args.backing.clone().zip(args.backing_format),
-        options: Qcow2Options::default(),
+        options: Qcow2Options { encryption, ..Qcow2Options::default() },
+        secrets: options.secrets.clone(),
         allow_dirs: args.change.allow.places(),
     };
     args.change.watched(async |stop, progress| backup(source, &options, &wish, stop, progress).await).await

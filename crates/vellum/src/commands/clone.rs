@@ -103,9 +103,13 @@ pub(crate) fn run(args: &Args) -> Outcome {
         ));
     }
     if cloned.stands_on_encrypted && !cloned.made.is_empty() && !args.quiet {
+        let way_out = match &how.template {
+            CloneOf::Snapshot { .. } => "`vellum convert -o encrypt.format=luks` makes an encrypted copy",
+            _ => "`vellum create -b` with `-o encrypt.format=luks` makes an encrypted one",
+        };
         complain(&format!(
             "vellum clone: warning: {} is encrypted, and a clone is not: what is written to it, or copied into it, can be read \
-             without a secret (`vellum create -b` with `-o encrypt.format=luks` makes an encrypted one)",
+             without a secret ({way_out})",
             cloned.template_name()
         ));
     }

@@ -12,7 +12,7 @@ use vellum_daemon::{IoMode, run as run_worker};
 use super::change::ChangeArgs;
 use super::{Failure, Outcome, job};
 use crate::args::parse_size;
-use crate::output::human_bytes;
+use crate::output::{complain, human_bytes};
 
 /// Write the contents of an image into its backing image
 ///
@@ -63,9 +63,15 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: &Args) -> Outcome {
     let Some(file) = &args.file else { return served(args) };
-    let Committed { base, between, bytes_written } =
+    let Committed { base, between, bytes_written, is_less_protected } =
         run_worker(IoMode::Auto, async || committed(args, file).await)??;
     let (name, base) = (file.display(), base.display());
+    if is_less_protected && !args.change.is_quiet() {
+        complain(&format!(
+            "vellum commit: warning: {name} is encrypted and {base} is not: what was committed can be read there without a \
+             secret"
+        ));
+    }
     let between: Vec<String> = between.iter().map(|path| path.display().to_string()).collect();
     let mut lines =
         vec![format!("{base} now has everything that {name} has: {} written", human_bytes(bytes_written))];

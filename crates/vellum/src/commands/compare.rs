@@ -11,7 +11,7 @@ use vellum_daemon::{FormatKind, ImageOptions, IoMode, open_image, run as run_wor
 
 use super::{Outcome, or_share, with_code};
 use crate::args::{AllowArgs, OutputFormat, parse_format};
-use crate::names::{Named, named};
+use crate::names::named;
 use crate::output::{say, say_json, say_json_line};
 use crate::progress::{Progress, Wish};
 use crate::secrets::SecretArgs;
@@ -114,19 +114,19 @@ pub(crate) fn run(args: &Args) -> Outcome {
 async fn examine(args: &Args) -> Result<Answer, (vellum_core::Error, u8)> {
     let secrets = args.secrets.read().map_err(|error| (error, CANNOT_OPEN))?;
     let open = async |path: &PathBuf, format, snapshot: Option<String>| {
-        let Named { path, format } =
-            named(path, format, args.image_opts).map_err(|error| (error, CANNOT_OPEN))?;
+        let named = named(path, format, args.image_opts).map_err(|error| (error, CANNOT_OPEN))?;
         let options = ImageOptions {
             secrets: secrets.clone(),
             may_be_weak: true,
-            format,
+            must_be_encrypted: named.must_be_encrypted(),
+            format: named.format,
             snapshot,
             force_share: args.force_share,
             allow_dirs: args.allow.places(),
             remote_timeout: args.allow.remote_timeout,
             ..ImageOptions::reading()
         };
-        open_image(&path, &options).await.map_err(|error| (error, CANNOT_OPEN))
+        open_image(&named.path, &options).await.map_err(|error| (error, CANNOT_OPEN))
     };
     let first = open(&args.first, args.format, args.snapshot.clone()).await?;
     let second = open(&args.second, args.second_format, None).await?;

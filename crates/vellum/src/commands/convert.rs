@@ -3,13 +3,14 @@
 use std::cell::{Cell, OnceCell};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use serde_json::json;
 use vellum_core::{Error, ErrorKind, Result};
 use vellum_daemon::bitmaps::{add_copies, copies_of};
 use vellum_daemon::convert::{self, Conversion, ConvertCompression, Step, same_file};
 use vellum_daemon::signals::Stop;
-use vellum_daemon::{FormatKind, ImageOptions, IoMode, open_image, run as run_worker};
+use vellum_daemon::{Encrypted, FormatKind, ImageOptions, IoMode, open_image, run as run_worker};
 
 use super::{Failure, Outcome, or_share, with_code};
 use crate::args::{AllowArgs, NewImage, OutputFormat, parse_format, parse_size};
@@ -168,10 +169,11 @@ impl Args {
 
 pub(crate) fn run(mut args: Args) -> Outcome {
     let source = named(&args.source, args.format, args.image_opts)?;
-    (args.source, args.format) = (source.path, source.format);
     let target = named(&args.target, args.target_format, args.target_image_opts)?;
+    let must_be = [source.must_be_encrypted(), target.must_be_encrypted()];
+    (args.source, args.format) = (source.path, source.format);
     (args.target, args.target_format) = (target.path, target.format);
-    let bytes = run_worker(IoMode::Auto, async || convert(&args).await)??;
+    let bytes = run_worker(IoMode::Auto, async || convert(&args, must_be).await)??;
     if args.output == OutputFormat::Json {
         let answer = json!({
             "source": args.source.display().to_string(),
@@ -185,7 +187,8 @@ pub(crate) fn run(mut args: Args) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-async fn convert(args: &Args) -> Result<u64, Failure> {
+/// Copies. What the source and an existing target must be by their options is given.
+async fn convert(args: &Args, [source_is, target_is]: [Option<Encrypted>; 2]) -> Result<u64, Failure> {
     let new = NewImage::parse(&args.options)?;
     new.suits(args.target_format(), "-O")?;
     if args.compress && !args.no_create {
@@ -220,8 +223,9 @@ async fn convert(args: &Args) -> Result<u64, Failure> {
     let mut stop = Stop::new()?;
     let secrets = args.secrets.read()?;
     let options = ImageOptions {
-        secrets: secrets.clone(),
+        secrets: Arc::new(secrets.with_copy(new.key_secret())),
         may_be_weak: true,
+        must_be_encrypted: source_is,
         format: args.format,
         snapshot: args.snapshot.clone(),
         force_share: args.force_share,
@@ -256,6 +260,7 @@ async fn convert(args: &Args) -> Result<u64, Failure> {
         native,
         secrets,
         fills_existing: args.no_create,
+        must_be_encrypted: target_is,
         target_is_zero: args.target_is_zero,
         data_files: args.data_file.clone(),
         allow_dirs: args.allow.places(),

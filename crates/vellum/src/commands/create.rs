@@ -169,6 +169,10 @@ pub(crate) fn run(args: Args) -> Outcome {
                    image on fast storage";
         return Err(Error::invalid(why).into());
     }
+    if fast.is_some() && new.key_secret().is_some() {
+        let why = "--fast cannot be combined with encryption: the fast medium would have copies of the data as they are";
+        return Err(Error::invalid(why).into());
+    }
     let target = CreateTarget {
         path,
         size,

@@ -11,7 +11,7 @@ use vellum_daemon::{FormatKind, ImageOptions, IoMode, open_image, run as run_wor
 
 use super::{Failure, Outcome, or_share, with_code};
 use crate::args::{AllowArgs, NewImage, OutputFormat, parse_format, parse_size};
-use crate::names::{Named, named};
+use crate::names::named;
 use crate::output::complain;
 use crate::progress::{Progress, Wish};
 use crate::secrets::SecretArgs;
@@ -109,8 +109,8 @@ pub(crate) fn run(args: &Args) -> Outcome {
 }
 
 async fn copy(args: &Args, operands: &Operands) -> Result<(), Failure> {
-    let Named { path: source, format } = named(&operands.source, args.format, args.image_opts)?;
-    let (source, target) = (&source, &operands.target);
+    let named = named(&operands.source, args.format, args.image_opts)?;
+    let (source, target) = (&named.path, &operands.target);
     args.target_format.check_is_written()?;
     if same_file(source, target) {
         return Err(Error::invalid(format!("{} cannot be copied into itself", source.display())).into());
@@ -120,7 +120,8 @@ async fn copy(args: &Args, operands: &Operands) -> Result<(), Failure> {
     let options = ImageOptions {
         secrets: secrets.clone(),
         may_be_weak: true,
-        format,
+        must_be_encrypted: named.must_be_encrypted(),
+        format: named.format,
         force_share: args.force_share,
         allow_dirs: args.allow.places(),
         remote_timeout: args.allow.remote_timeout,
@@ -141,6 +142,14 @@ async fn copy(args: &Args, operands: &Operands) -> Result<(), Failure> {
             operands.skip
         ));
     }
+    if opened.is_any_encrypted() {
+        complain(&format!(
+            "vellum dd: warning: {} is encrypted and {} is not: its data can be read there without a secret (`vellum convert \
+             -o encrypt.format=luks` makes an encrypted copy)",
+            source.display(),
+            target.display()
+        ));
+    }
     let new = NewImage::parse(&[])?;
     let conversion = Conversion {
         target: target.clone(),
@@ -149,6 +158,7 @@ async fn copy(args: &Args, operands: &Operands) -> Result<(), Failure> {
         native: new.native,
         secrets,
         fills_existing: false,
+        must_be_encrypted: None,
         target_is_zero: false,
         data_files: Vec::new(),
         allow_dirs: args.allow.places(),

@@ -15,7 +15,7 @@ use super::clone::snapshot_in;
 use super::{Failure, Outcome, or_share, with_code};
 use crate::args::{AllowArgs, OutputFormat, parse_format};
 use crate::names::{Named, named};
-use crate::output::{human_bytes, say, say_piece};
+use crate::output::{complain, human_bytes, say, say_piece};
 use crate::progress::{Progress, Wish};
 use crate::secrets::SecretArgs;
 
@@ -177,6 +177,14 @@ async fn examine(args: &DiffArgs, listing: &RefCell<Listing>) -> Result<Seen, Fa
         Some(path) => Some(NewDelta::begin(path, random()?, sizes.0, sizes.1).await?),
         None => None,
     };
+    if let Some(path) = args.delta.as_ref().filter(|_| !args.quiet)
+        && (old.is_any_encrypted() || new.is_any_encrypted())
+    {
+        complain(&format!(
+            "vellum diff: warning: an image is encrypted and {} is not: what has changed can be read there without a secret",
+            path.display()
+        ));
+    }
     if args.output == OutputFormat::Json {
         say_piece("{\n    \"extents\": [");
     }
@@ -214,7 +222,7 @@ fn place(
         Some((path, snapshot)) => (path, Some(snapshot)),
         None => (text.to_owned(), None),
     };
-    let Named { path, format } = named(&path, format, false)?;
+    let Named { path, format, .. } = named(&path, format, false)?;
     Ok((path, options(format, snapshot)))
 }
 

@@ -54,11 +54,12 @@ struct Answer {
 pub(crate) fn run(args: &Args) -> Outcome {
     let new = NewImage::parse(&args.options)?;
     new.suits(args.target_format, "-O")?;
-    new.refuse_encryption()?;
+    let secrets = args.read.secrets.read()?;
+    let (qcow2, native) = new.with_keys_to_measure(&secrets)?;
     let format = match args.target_format {
         FormatKind::Raw => MeasuredFormat::Raw,
-        FormatKind::Qcow2 => MeasuredFormat::Qcow2(Box::new(new.qcow2.clone())),
-        FormatKind::Native => MeasuredFormat::Native(new.native.clone()),
+        FormatKind::Qcow2 => MeasuredFormat::Qcow2(Box::new(qcow2)),
+        FormatKind::Native => MeasuredFormat::Native(native),
         format => {
             return Err(Error::unsupported(format!("-O {format}: images of this format are not made")).into());
         }

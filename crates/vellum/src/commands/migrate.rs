@@ -14,6 +14,7 @@ use super::Outcome;
 use super::control::Target;
 use crate::args::{NewImage, OutputFormat, parse_format};
 use crate::output::{human_bytes, say, say_json};
+use crate::secrets::SecretArgs;
 
 /// Move a disk to another host while it is served
 ///
@@ -44,6 +45,9 @@ enum Subcommand {
 }
 
 /// Create the target image: it reads from the source, and is not written until the hand-over
+///
+/// The target of an encrypted disk is encrypted only if it is made so, with -o encrypt.format=luks,encrypt.key-secret=ID
+/// and --secret.
 #[derive(clap::Args)]
 struct PrepareArgs {
     /// URL of the source's NBD export: nbd://HOST/EXPORT, nbd://HOST:PORT/EXPORT or nbd+unix:///EXPORT?socket=PATH
@@ -55,6 +59,8 @@ struct PrepareArgs {
     /// Options of the target, as for `vellum create -o`
     #[arg(short, long = "option", value_name = "NAME=VALUE")]
     options: Vec<String>,
+    #[command(flatten)]
+    secrets: SecretArgs,
     /// Output format
     #[arg(long, value_enum, default_value_t)]
     output: OutputFormat,
@@ -149,19 +155,22 @@ pub(crate) fn run(args: &Args) -> Outcome {
 
 fn prepared(args: &PrepareArgs) -> Outcome {
     let new = NewImage::parse(&args.options)?;
-    new.refuse_encryption()?;
     new.suits(args.format, "-f")?;
     if new.backing_file.is_some() || new.size.is_some() {
         return Err(Error::invalid("the target has the size of the source, and reads from it").into());
     }
-    let target = NewTarget {
-        path: args.target.clone(),
-        format: args.format,
-        source: args.from.clone(),
-        qcow2: new.qcow2,
-        native: new.native,
-    };
-    let (number, size) = run_worker(IoMode::Auto, async || prepare(&target).await)??;
+    let secrets = args.secrets.read()?;
+    let (number, size) = run_worker(IoMode::Auto, async || {
+        let (qcow2, native) = new.with_keys(&secrets)?;
+        let target = NewTarget {
+            path: args.target.clone(),
+            format: args.format,
+            source: args.from.clone(),
+            qcow2,
+            native,
+        };
+        prepare(&target).await
+    })??;
     let name = args.target.display().to_string();
     match args.output {
         OutputFormat::Json => say_json(&json!({

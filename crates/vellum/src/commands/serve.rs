@@ -29,7 +29,7 @@ use crate::args::{
     AllowArgs, ChunkCacheArgs, parse_format, parse_prealloc, parse_seconds, parse_size, parse_url_prefix,
 };
 use crate::log::note;
-use crate::names::named_part;
+use crate::names::{Named, named_part};
 use crate::secrets::SecretArgs;
 
 /// A time that does not pass.
@@ -614,6 +614,7 @@ pub(crate) fn run(mut args: Args) -> Outcome {
     let part = args.disk.part(part.flatten())?;
     let sparse = args.disk.sparse()?;
     let format = named.as_ref().map_or(args.format, |named| named.format);
+    let must_be_encrypted = named.as_ref().and_then(Named::must_be_encrypted);
     args.image = named.map(|named| named.path);
     let mut image = ImageOptions {
         format,
@@ -639,6 +640,7 @@ pub(crate) fn run(mut args: Args) -> Outcome {
         data_files: args.data_file.clone(),
         chunk_cache: args.chunk_cache.choice(),
         secrets: args.secrets.read()?,
+        must_be_encrypted,
         ..ImageOptions::default()
     };
     let hydration = hydration_of(&args)?;
@@ -646,6 +648,9 @@ pub(crate) fn run(mut args: Args) -> Outcome {
         Some(path) => args.disk.temporary(path, &image)?,
         None => None,
     };
+    let only = args.export.len() + usize::from(args.image.is_some()) == 1 && !image.secrets.is_empty();
+    let must_be_encrypted =
+        disk::must_be_encrypted(image.must_be_encrypted.take(), temporary.is_some(), only);
     if let Some(temporary) = &temporary {
         image.format = Some(FormatKind::Qcow2);
         image.allow_dirs.push(temporary.below.clone());
@@ -666,9 +671,12 @@ pub(crate) fn run(mut args: Args) -> Outcome {
             Some(text) if args.image.as_ref() == Some(&path) => text.clone(),
             _ => path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default(),
         },
+        image: ImageOptions {
+            must_be_encrypted: must_be_encrypted.filter(|_| only || args.image.as_ref() == Some(&path)),
+            ..image.clone()
+        },
         name,
         path,
-        image: image.clone(),
     });
     let exports: Vec<ExportSpec> = exports.collect();
     let is_unknown = |name: &String| !exports.iter().any(|export| export.name == *name);

@@ -148,6 +148,10 @@ fn native_images_are_encrypted() {
     }
     let fast = dir.text("fast");
     refused(1, &["as they are"], &["tier", "attach", "--fast", &fast, "--fast-size", "64M", &image]);
+    let new = format!("{on},layout=table");
+    let with = ["create", "-f", "vellum", &option, &spec, "-o", &new, "--fast", &fast, "--fast-size", "64M"];
+    refused(1, &["--fast"], &[&with[..], &[&dir.text("new.vlm"), "1M"]].concat());
+    assert!(!std::path::Path::new(&fast).exists(), "no medium is left behind");
     let embed = format!("{on},layout=zoned,embed=on");
     let create = ["create", "-f", "vellum", &option, &spec, "-o", &embed, &image, "1M"];
     refused(1, &["embed=on cannot be combined"], &create);
@@ -265,4 +269,100 @@ fn a_secret_never_stands_on_a_command_line() {
     let [option, spec] = secret(&dir, "a", "b");
     let full = format!("{on},preallocation=full");
     assert!(make(&[&option, &spec, "-o", &full]).contains("random bytes"));
+}
+
+/// Options that say that an image is encrypted, and a secret for a single disk, are claims: whoever can write to the file could
+/// have cleared the mark, and what a guest writes would be plain.
+#[test]
+fn an_image_that_is_said_to_be_encrypted_must_be() {
+    let dir = Dir::new("encrypted-claims");
+    let [option, spec] = secret(&dir, "a", "b");
+    let on = "encrypt.format=luks,encrypt.key-secret=a,encrypt.iter-time=10";
+    for (format, name) in [("qcow2", "qcow2"), ("vellum", "vlm")] {
+        let (plain, encrypted) = (dir.text(&format!("plain.{name}")), dir.text(&format!("encrypted.{name}")));
+        vellum(&["create", "-q", "-f", format, &plain, "1M"]).answer();
+        vellum(&["create", "-q", "-f", format, &option, &spec, "-o", on, &encrypted, "1M"]).answer();
+        let options = |path: &str| format!("driver={format},encrypt.key-secret=a,file.filename={path}");
+        let (raw, nowhere) = (dir.text("raw"), format!("unix:{}", dir.text("s")));
+        let what = ["is not encrypted", "omit them"];
+        refused(1, &what, &["convert", "-q", &option, &spec, "--image-opts", &options(&plain), &raw]);
+        refused(1, &what, &["check", &option, &spec, "--image-opts", &options(&plain)]);
+        refused(2, &what, &["compare", &option, &spec, "--image-opts", &options(&plain), &options(&plain)]);
+        refused(1, &what, &["serve", "--nbd", &nowhere, &option, &spec, "--image-opts", &options(&plain)]);
+        refused(
+            1,
+            &what,
+            &["serve", "--temporary", "--nbd", &nowhere, &option, &spec, "--image-opts", &options(&plain)],
+        );
+        refused(1, &["omit --secret"], &["serve", "--nbd", &nowhere, &option, &spec, &plain]);
+        let json = format!(
+            "json:{{\"driver\":\"{format}\",\"encrypt\":{{\"format\":\"luks\"}},\"file\":{{\"filename\":\"{plain}\"}}}}"
+        );
+        refused(1, &what, &["serve", "--nbd", &nowhere, &json]);
+        vellum(&["convert", "-q", &option, &spec, "--image-opts", &options(&encrypted), &raw]).answer();
+        drop(Server::start(&[&option, &spec, "--image-opts", &options(&encrypted)]));
+        // One of two disks need not be, and an image over an encrypted one need not be.
+        let export = format!("second={encrypted}");
+        drop(Server::start(&[&option, &spec, &plain, "--export", &export]));
+        let top = dir.text("top.qcow2");
+        let below = format!("encrypted.{name}");
+        vellum(&["create", "-q", "-f", "qcow2", &option, &spec, "-b", &below, "-F", format, &top]).answer();
+        drop(Server::start(&[&option, &spec, &top]));
+    }
+}
+
+#[test]
+fn the_target_of_a_migration_is_encrypted() {
+    let dir = Dir::new("encrypted-migration");
+    let [option, spec] = secret(&dir, "a", "b");
+    let on = "encrypt.format=luks,encrypt.key-secret=a,encrypt.iter-time=10";
+    let source = dir.text("source.qcow2");
+    vellum(&["create", "-q", "-f", "qcow2", &option, &spec, "-o", on, &source, "1M"]).answer();
+    let served = Server::start(&[&option, &spec, &source]);
+    for format in ["qcow2", "vellum"] {
+        let (target, uri) = (dir.text(&format!("target-{format}")), served.uri(""));
+        let prepare = ["migrate", "prepare", "-f", format, "--from", &uri, &option, &spec, "-o", on, &target];
+        vellum(&prepare).answer();
+        assert!(vellum(&["info", &target]).answer().contains("encrypted: yes"), "{format}");
+        assert_eq!(vellum(&["key", "list", &target]).answer().matches("in use").count(), 1);
+    }
+}
+
+/// An encrypted disk is backed up into encrypted images; a copy is measured before it is made.
+#[test]
+fn a_backup_of_an_encrypted_disk_is_encrypted() {
+    let dir = Dir::new("encrypted-backup");
+    let [option, spec] = secret(&dir, "a", "b");
+    let on = "encrypt.format=luks,encrypt.key-secret=a,encrypt.iter-time=10";
+    let (raw, image) = (dir.text("raw"), dir.text("disk.qcow2"));
+    std::fs::write(&raw, patchy(LEN, 3)).expect("a disk");
+    let wished = ["-O", "qcow2", "-o", on, &option, &spec, &raw];
+    let measured = vellum(&[&["measure", "--output", "json"][..], &wished].concat()).json();
+    vellum(&[&["convert"][..], &wished, &[&image]].concat()).answer();
+    let len = std::fs::metadata(&image).expect("there").len();
+    assert!(measured["required"].as_u64().is_some_and(|required| required >= len), "{measured}, {len}");
+    vellum(&["bitmap", "--add", &image, "b0"]).answer();
+    let (full, next) = (dir.text("full.qcow2"), dir.text("next.qcow2"));
+    let backup = ["backup", "-q", "--bitmap", "b0", &option, &spec];
+    refused(1, &["encrypt.format=luks"], &[&backup[..], &[&image, &full]].concat());
+    vellum(&[&backup[..], &["-o", on, &image, &full]].concat()).answer();
+    vellum(&["compare", &option, &spec, &image, &full]).answer();
+    let served = Server::start(&[&option, &spec, &image]);
+    let mut guest = super::support::client::Client::connect(&served.peer(), "").expect("a connection");
+    let text = noise(70_000, 9);
+    guest.write(1 << 20, &text, 0).expect("written");
+    guest.flush().expect("flushed");
+    drop(guest);
+    served.stop();
+    let incremental = ["--incremental", "-B", "full.qcow2", "-F", "qcow2"];
+    let incremental =
+        incremental.map(|word| if word == "full.qcow2" { full.clone() } else { word.to_owned() });
+    let incremental: Vec<&str> = incremental.iter().map(String::as_str).collect();
+    vellum(&[&backup[..], &incremental, &["-o", on, &image, &next]].concat()).answer();
+    vellum(&["compare", &option, &spec, &image, &next]).answer();
+    for file in [&full, &next] {
+        let stored = std::fs::read(file).expect("there");
+        assert!(!stored.windows(32).any(|window| window == &text[512..544]), "nobody may read {file}");
+        assert!(vellum(&["info", file]).answer().contains("encrypted: yes"), "{file}");
+    }
 }

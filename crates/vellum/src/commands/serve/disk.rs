@@ -8,7 +8,7 @@ use clap::ValueEnum;
 use vellum_core::{Context, Error, Result};
 use vellum_daemon::image::open_file;
 use vellum_daemon::{
-    CreateTarget, DiscardMode, FormatKind, ImageOptions, IoMode, Part, Qcow2Options, SparseMode,
+    CreateTarget, DiscardMode, Encrypted, FormatKind, ImageOptions, IoMode, Part, Qcow2Options, SparseMode,
     ZeroDetection, create_qcow2, run,
 };
 
@@ -111,7 +111,14 @@ impl DiskArgs {
 
     /// The temporary image over this one, if one is wanted.
     pub(super) fn temporary(&self, image: &Path, options: &ImageOptions) -> Result<Option<Temporary>> {
-        if self.temporary { Temporary::over(image, options).map(Some) } else { Ok(None) }
+        if !self.temporary {
+            return Ok(None);
+        }
+        if options.must_be_encrypted.is_some() {
+            let reading = ImageOptions { read_only: true, ..options.clone() };
+            run(IoMode::Auto, async || open_file(image, &reading).await)??;
+        }
+        Temporary::over(image, options).map(Some)
     }
 }
 
@@ -122,6 +129,17 @@ pub(super) struct Temporary {
     pub(super) path: PathBuf,
     /// Where the image below is.
     pub(super) below: PathBuf,
+}
+
+/// Which image of a disk must be encrypted: the one that is named, if its options say so; one of them, where a secret was given for
+/// the only disk.
+pub(super) fn must_be_encrypted(
+    said: Option<Encrypted>,
+    is_temporary: bool,
+    only: bool,
+) -> Option<Encrypted> {
+    // The image of a temporary one was looked at.
+    said.filter(|_| !is_temporary).or_else(|| only.then_some(Encrypted::Any))
 }
 
 impl Temporary {

@@ -94,6 +94,7 @@ async fn fetch(args: &Args) -> Result<Pulled, Failure> {
         qcow2: new.qcow2,
         native: new.native,
         fills_existing: false,
+        must_be_encrypted: None,
         target_is_zero: false,
         data_files: Vec::new(),
         allow_dirs: Vec::new(),

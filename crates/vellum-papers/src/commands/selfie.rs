@@ -312,9 +312,13 @@ fn mixed(is_quick: bool, table: Table) -> Result<Vec<Rate>> {
     for ((name, ..), line) in MIXES.iter().zip(rates.chunks(columns.len())) {
         show(name, &|rate| format!("{:.1}", rate.megabytes_per_second()), line);
     }
-    table.say("  writes and flushes of the drive for each of a thread's");
-    for ((name, ..), line) in MIXES.iter().zip(rates.chunks(columns.len())) {
-        show(name, &|rate| format!("{:.2} {:.2}", rate.reached.writes, rate.reached.flushes), line);
+    let writes: fn(&Rate) -> f64 = |rate| rate.reached.writes;
+    let flushes: fn(&Rate) -> f64 = |rate| rate.reached.flushes;
+    for (what, of) in [("writes", writes), ("flushes", flushes)] {
+        table.say(&format!("  {what} of the drive for each of a thread's"));
+        for ((name, ..), line) in MIXES.iter().zip(rates.chunks(columns.len())) {
+            show(name, &|rate| format!("{:.2}", of(rate)), line);
+        }
     }
     Ok(rates)
 }

@@ -31,6 +31,8 @@ pub(crate) const SECTOR_LEN: usize = 512;
 pub(crate) const SECTORS_ALL: u8 = 0xFF;
 /// Neighbouring blocks that share an entry of the map.
 pub(crate) const GROUP_BLOCKS: u64 = 16;
+/// [`GROUP_BLOCKS`], as a length in memory.
+pub(crate) const GROUP_PLACES: usize = 16;
 /// Slots of a segment: what two bytes can number.
 pub(crate) const SEGMENT_SLOTS: u32 = 1 << 16;
 /// A part's share of the slots.
@@ -238,6 +240,11 @@ impl Layout {
         part_of(self.secret, self.parts, key)
     }
 
+    /// The same for a group of which the hash is known ([`mix`]).
+    pub(crate) fn part_of_hash(&self, hash: u64) -> u32 {
+        part_of_hash(self.parts, hash)
+    }
+
     /// The number of the slice of the part that the key is in.
     pub(crate) fn slice_of(&self, key: Key) -> u32 {
         self.part_of(key) + 1
@@ -246,8 +253,11 @@ impl Layout {
 
 /// Which of `parts` parts the key is in.
 pub(crate) fn part_of(secret: u64, parts: u32, key: Key) -> u32 {
-    let high = mix(secret, key.group()) >> 32;
-    u32::try_from((high * u64::from(parts)) >> 32).expect("below the number of parts")
+    part_of_hash(parts, mix(secret, key.group()))
+}
+
+fn part_of_hash(parts: u32, hash: u64) -> u32 {
+    u32::try_from(((hash >> 32) * u64::from(parts)) >> 32).expect("below the number of parts")
 }
 
 const MAGIC: u64 = 0x5645_4C4C_554D_4630; // "VELLUMF0"

@@ -24,13 +24,16 @@
 //! Nothing here reads or writes flash. Which slots are free is in `slots`.
 
 mod fill;
+mod found;
 #[cfg(test)]
 mod tests;
 
 pub(crate) use fill::cost_of;
+#[cfg(any(test, feature = "fuzz"))]
+pub(crate) use found::decode_part;
+pub(crate) use found::{Head, heads_of};
 
-use crate::bytes::{be16, be32, be64};
-use crate::layout::{GROUP_BLOCKS, Key, Layout, PAYLOAD_MAX, ROWS_MAX, SECTORS_ALL, Slot};
+use crate::layout::{GROUP_BLOCKS, Key, Layout, PAYLOAD_MAX, SECTORS_ALL, Slot};
 use crate::table::{SMALL_PLACES, Table, entry_of, key_of};
 use crate::units::{NUMBER_BYTES_MAX, SMALL_BYTES_MAX, Units, order_of};
 
@@ -473,10 +476,9 @@ impl Map {
         (self.parts.capacity() * size_of::<Part>()) as u64 + self.parts.len() as u64 * PART_EMPTY_BYTES_MAX
     }
 
-    /// The groups of a part that have dirty blocks, and the most memory that those take.
-    pub(crate) fn dirty_costs_in(&self, part: u32) -> impl Iterator<Item = (Key, u64)> {
-        let groups = self.parts[part as usize].groups.iter();
-        groups.map(|group| (Key::from_bits(key_of(group)), dirty_cost(group))).filter(|(_, cost)| *cost > 0)
+    /// The groups of a part, and the most memory that their dirty blocks take.
+    pub(crate) fn dirty_costs_in(&self, part: u32) -> impl Iterator<Item = (GroupBits, u64)> {
+        self.parts[part as usize].groups.iter().map(|group| (bits_of(group), dirty_cost(group)))
     }
 
     /// Blocks to give up for memory, at most `most`, of groups that are all clean: those of which give up `bytes`, the
@@ -700,44 +702,4 @@ impl Map {
         let place = part.groups.find(self.layout.secret, key.group().bits())?;
         part.groups.at(place)
     }
-}
-
-/// The blocks that the payload of part `part`'s slice names. `None` when it is none: a group twice or of another part,
-/// a slot or a row that there cannot be, bytes at the end. Whether two blocks have one slot is not looked at.
-pub(crate) fn decode_part(layout: &Layout, part: u32, payload: &[u8]) -> Option<Vec<(Key, Entry)>> {
-    let mut found = Vec::new();
-    let mut groups = Vec::new();
-    let mut rest = payload;
-    while !rest.is_empty() {
-        let (head, numbers) = rest.split_at_checked(GROUP_LEN as usize)?;
-        rest = numbers;
-        let key = Key::from_bits(be64(head, 0));
-        let [present, dirty, odd, segment] = [8, 10, 12, 14].map(|at| be16(head, at));
-        let is_good = key.group() == key
-            && key.row() < ROWS_MAX
-            && layout.part_of(key) == part
-            && present != 0
-            && (dirty | odd) & !present == 0;
-        if !is_good {
-            return None;
-        }
-        groups.push(key);
-        for index in indexes(present) {
-            let is_odd = odd & 1 << index != 0;
-            let (number, after) = rest.split_at_checked(len_of(true, is_odd) as usize)?;
-            rest = after;
-            let (slot, sectors) = if is_odd {
-                (Slot(be32(number, 0)), number[4])
-            } else {
-                (Slot::of_segment(segment, be16(number, 0)), SECTORS_ALL)
-            };
-            if slot.0 >= layout.slots || sectors == 0 {
-                return None;
-            }
-            let entry = Entry { slot, sectors, dirty: dirty & 1 << index != 0 };
-            found.push((Key::from_bits(key.bits() + index), entry));
-        }
-    }
-    groups.sort_unstable();
-    groups.windows(2).all(|pair| pair[0] != pair[1]).then_some(found)
 }

@@ -369,6 +369,15 @@ pub(crate) struct Record {
     pub(crate) items: Vec<Item>,
 }
 
+/// What the header of a record says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Glance {
+    pub(crate) sequence: u64,
+    pub(crate) tail: u64,
+    /// Its length in bytes.
+    pub(crate) len: usize,
+}
+
 impl Record {
     /// How many bytes of flash a record takes whose items take this many.
     pub(crate) const fn padded_len(items_len: usize) -> usize {
@@ -410,14 +419,25 @@ impl Record {
         (is_ours && is_possible).then_some(len_in_memory)
     }
 
+    /// What the header says of the record at the start of `bytes`, of a cache with this id. `None` when it is no record of this
+    /// cache, or not whole. Its items may still be none ([`Record::decode`]).
+    pub(crate) fn glance(bytes: &[u8], id: u128) -> Option<Glance> {
+        let len = Self::claimed_len(bytes, id, bytes.len() as u64)?;
+        let bytes = &bytes[..len];
+        let (sequence, durable, tail) =
+            (be64(bytes, at::SEQUENCE), be64(bytes, at::DURABLE), be64(bytes, at::TAIL));
+        let is_good = (1..SEQUENCE_MAX).contains(&sequence)
+            && durable == sequence - 1
+            && (1..=sequence).contains(&tail)
+            && has_good_crc(bytes, at::CRC);
+        is_good.then_some(Glance { sequence, tail, len })
+    }
+
     /// The record at the start of `bytes`, of a cache with this id and this many slots, and its length. `None` when
     /// it is no record of this cache.
     pub(crate) fn decode(bytes: &[u8], id: u128, slots: u32) -> Option<(Self, usize)> {
-        let len = Self::claimed_len(bytes, id, bytes.len() as u64)?;
+        let Glance { sequence, tail, len } = Self::glance(bytes, id)?;
         let bytes = &bytes[..len];
-        if !has_good_crc(bytes, at::CRC) {
-            return None;
-        }
         let count = be32(bytes, at::ITEMS) as usize;
         // The shortest item has 8 bytes.
         if count > (len - HEADER_LEN) / 8 {
@@ -430,18 +450,8 @@ impl Record {
             rest = &rest[item.encoded_len()..];
             items.push(item);
         }
-        let record = Self {
-            id,
-            sequence: be64(bytes, at::SEQUENCE),
-            durable: be64(bytes, at::DURABLE),
-            tail: be64(bytes, at::TAIL),
-            items,
-        };
-        let is_good = (1..SEQUENCE_MAX).contains(&record.sequence)
-            && record.durable == record.sequence - 1
-            && (1..=record.sequence).contains(&record.tail)
-            && rest.iter().all(|byte| *byte == 0)
-            && record.is_in_order();
+        let record = Self { id, sequence, durable: sequence - 1, tail, items };
+        let is_good = rest.iter().all(|byte| *byte == 0) && record.is_in_order();
         is_good.then_some((record, len))
     }
 

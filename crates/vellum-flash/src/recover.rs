@@ -10,45 +10,51 @@
 //! 1. It writes only to make a record void that was never acknowledged, and the copy of a superblock that a change of
 //!    size left behind. So it may be cut off anywhere.
 //! 2. It reads no more than the map and the ring, and the slots of one or two records. In memory it has what is kept of the map
-//!    (`fit`), the live part of the ring (`changes`), and some slices.
+//!    (`fit`), the live part of the ring (`changes`), and some slices. A group of which nothing newer is known goes from its slice
+//!    into the map as it is.
 //! 3. What contradicts itself is refused, and nothing is guessed.
 //! 4. Until the next record, the blocks that the newest one checks are not overwritten in place: they are unproven.
 
+mod ahead;
 mod changes;
 mod fit;
+mod rules;
+mod sieve;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use futures_lite::future::zip;
-use vellum_core::{
-    Buffer, Context, Error, LocalFuture, Result, SharedStorage, Zeroes, join_all, try_join_all,
-};
+use futures_lite::future::yield_now;
+use smallvec::SmallVec;
+use vellum_core::{Buffer, Context, Error, LocalFuture, Result, SharedStorage, Zeroes, try_join_all};
 
 use crate::bytes::{be32, be64};
 use crate::layout::{
-    BLOCK_BYTES, BLOCK_LEN, Key, Layout, PAYLOAD_MAX, PLACE_BYTES, SLICE_HEADER_LEN, Superblock,
+    BLOCK_BYTES, BLOCK_LEN, Key, Layout, PAYLOAD_MAX, PLACE_BYTES, SECTOR_BYTES, SLICE_HEADER_LEN, Superblock,
 };
-use crate::map::{Entry, Map, decode_part};
+use crate::map::{Entry, Head, Map, heads_of};
 use crate::opened::Opened;
-use crate::record::{Item, Record};
+use crate::record::{Glance, Item, Record};
 use crate::regions::Word;
 use crate::slice::{Ledger, PAIRS_MAX, Slice};
 use crate::slices::Slices;
 use crate::slots::Slots;
 use crate::state::{Budget, Limits, Start};
 use crate::zeros::Run;
-use changes::Changes;
+use ahead::Ahead;
+use changes::{Changes, Fate, Newer};
 use fit::Fit;
+use rules::Rules;
 
 /// At most this many reads are in flight at once.
 const READS_AT_ONCE: usize = 32;
-/// This many slices are read at once, and as many wait in memory meanwhile.
-const SLICES_AT_ONCE: usize = 16;
+/// This many slices are read ahead, or wait in memory.
+const SLICES_AHEAD: usize = 32;
 /// Where a slice has these fields.
 const AS_OF_AT: usize = 32;
 const LENGTH_AT: usize = 40;
-/// The ring is read in pieces of this size.
+/// The ring is read in pieces of this size, some of them ahead.
 const PIECE_BYTES: u64 = 1 << 20;
+const PIECES_AHEAD: usize = 4;
 
 /// A good record, and where it is in the ring.
 pub(crate) struct Found {
@@ -57,9 +63,13 @@ pub(crate) struct Found {
 }
 
 impl Found {
+    /// What it says. Panics where it is none, which an opening would have refused.
     pub(crate) fn record(&self, superblock: &Superblock) -> Record {
-        let decoded = Record::decode(&self.bytes, superblock.id, superblock.layout.slots);
-        decoded.expect("it was decoded before").0
+        self.decoded(superblock).expect("it was decoded before")
+    }
+
+    fn decoded(&self, superblock: &Superblock) -> Option<Record> {
+        Record::decode(&self.bytes, superblock.id, superblock.layout.slots).map(|(record, _)| record)
     }
 
     fn end(&self) -> u64 {
@@ -67,7 +77,8 @@ impl Found {
     }
 }
 
-/// The ring, and where in it each good record is, by its sequence: its first byte, its length, its tail.
+/// The ring, and where in it each whole record is, by its sequence: its first byte, its length, its tail. Only those that count
+/// are decoded, so old ones may still be none.
 struct Records {
     bytes: Vec<u8>,
     places: BTreeMap<u64, (usize, usize, u64)>,
@@ -77,6 +88,18 @@ impl Records {
     fn found(&self, sequence: u64) -> Found {
         let (at, len, _) = self.places[&sequence];
         Found { bytes: self.bytes[at..at + len].to_vec(), at: at as u64 }
+    }
+
+    /// The newest record, and what it says. Those behind it that are none are forgotten.
+    fn newest(&mut self, superblock: &Superblock) -> Option<(Found, Record)> {
+        while let Some((&sequence, _)) = self.places.last_key_value() {
+            let found = self.found(sequence);
+            if let Some(record) = found.decoded(superblock) {
+                return Some((found, record));
+            }
+            self.places.remove(&sequence);
+        }
+        None
     }
 }
 
@@ -118,23 +141,33 @@ async fn holds(storage: &SharedStorage, layout: &Layout, record: &Record) -> Res
 async fn records(storage: &SharedStorage, superblock: &Superblock) -> Result<Records> {
     let ring = superblock.layout.ring();
     let mut bytes = vec![0; usize::try_from(ring.len()).expect("at most 64 MiB")];
-    let mut at = 0;
-    while at < ring.len() {
+    let read = |at: u64| -> LocalFuture<'_, Result<(u64, Buffer)>> {
         let len = usize::try_from(PIECE_BYTES.min(ring.len() - at)).expect("a piece");
-        let piece = storage.read(ring.start() + at, Buffer::for_overwrite(len)).await?;
-        let start = usize::try_from(at).expect("at most 64 MiB");
-        piece.copy_to(0, &mut bytes[start..start + len]);
-        at += len as u64;
+        let read = storage.read(ring.start() + at, Buffer::for_overwrite(len));
+        Box::pin(async move { Ok((at, read.await?)) })
+    };
+    let (mut at, mut pieces, mut result) = (0, Ahead::new(), Ok(()));
+    while result.is_ok() {
+        while at < ring.len() && pieces.len() < PIECES_AHEAD {
+            pieces.add(read(at));
+            at += PIECE_BYTES;
+        }
+        let Some(piece) = pieces.next().await else { break };
+        result = piece.map(|(at, piece)| {
+            let start = usize::try_from(at).expect("at most 64 MiB");
+            piece.copy_to(0, &mut bytes[start..start + piece.len()]);
+        });
     }
+    pieces.end().await;
+    result?;
     let most = superblock.layout.record_bytes_max();
     let mut places = BTreeMap::new();
     let mut at = 0;
     while at < bytes.len() {
         let claimed = Record::claimed_len(&bytes[at..], superblock.id, most);
-        let record =
-            claimed.and_then(|_| Record::decode(&bytes[at..], superblock.id, superblock.layout.slots));
-        if let Some((record, len)) = record {
-            places.insert(record.sequence, (at, len, record.tail));
+        let found = claimed.and_then(|_| Record::glance(&bytes[at..], superblock.id));
+        if let Some(Glance { sequence, tail, len }) = found {
+            places.insert(sequence, (at, len, tail));
         }
         // Old records may lie anywhere within the place of a newer one.
         at += BLOCK_LEN;
@@ -142,12 +175,29 @@ async fn records(storage: &SharedStorage, superblock: &Superblock) -> Result<Rec
     Ok(Records { bytes, places })
 }
 
-/// The slice that counts, and its place.
-async fn slice(storage: &SharedStorage, superblock: &Superblock, number: u32) -> Result<(Slice, u32)> {
+/// A slice that counts, as it is on flash.
+struct Counting {
+    number: u32,
+    place: u32,
+    as_of: u64,
+    bytes: Vec<u8>,
+    payload_len: usize,
+}
+
+impl Counting {
+    fn payload(&self) -> &[u8] {
+        &self.bytes[SLICE_HEADER_LEN..][..self.payload_len]
+    }
+}
+
+/// The slice that counts. Of both places a header is read, and of one the rest: no more than the slice has, in units of the storage.
+async fn slice(storage: &SharedStorage, superblock: &Superblock, number: u32) -> Result<Counting> {
     let at = [0, 1].map(|place| superblock.layout.slice_at(number, place));
-    let heads = at.iter().map(|at| storage.read(*at, Buffer::for_overwrite(BLOCK_LEN)));
+    let unit = storage.limits().block_size.bytes().clamp(SECTOR_BYTES, BLOCK_BYTES);
+    let unit_len = usize::try_from(unit).expect("at most 4 KiB");
+    let heads = at.iter().map(|at| storage.read(*at, Buffer::for_overwrite(unit_len)));
     let heads = try_join_all(heads).await?;
-    let mut found: Vec<(u64, u32, usize)> = Vec::new();
+    let mut found: SmallVec<[(u64, u32, usize); 2]> = SmallVec::new();
     for (place, head) in (0..).zip(&heads) {
         let mut bytes = [0; SLICE_HEADER_LEN];
         head.copy_to(0, &mut bytes);
@@ -160,15 +210,16 @@ async fn slice(storage: &SharedStorage, superblock: &Superblock, number: u32) ->
     // The newer one first; its payload may be torn.
     found.sort_unstable_by_key(|(as_of, ..)| std::cmp::Reverse(*as_of));
     for (_, place, len) in found {
-        let len = len.next_multiple_of(BLOCK_LEN).min(usize::try_from(PLACE_BYTES).expect("88 KiB"));
-        let mut bytes = vec![0; len];
-        heads[place as usize].copy_to(0, &mut bytes[..BLOCK_LEN]);
-        if len > BLOCK_LEN {
-            let rest = Buffer::for_overwrite(len - BLOCK_LEN);
-            storage.read(at[place as usize] + BLOCK_BYTES, rest).await?.copy_to(0, &mut bytes[BLOCK_LEN..]);
+        let len = len.next_multiple_of(unit_len);
+        let mut bytes = Vec::with_capacity(len);
+        heads[place as usize].pieces().for_each(|piece| bytes.extend_from_slice(piece));
+        if len > unit_len {
+            let rest = Buffer::for_overwrite(len - unit_len);
+            let rest = storage.read(at[place as usize] + unit, rest).await?;
+            rest.pieces().for_each(|piece| bytes.extend_from_slice(piece));
         }
-        if let Some(slice) = Slice::decode(&bytes, superblock.id, number) {
-            return Ok((slice, place));
+        if let Some((as_of, payload_len)) = Slice::look(&bytes, superblock.id, number) {
+            return Ok(Counting { number, place, as_of, bytes, payload_len });
         }
     }
     Err(refused(storage, &format!("slice {number} of the map is damaged in both places")))
@@ -199,8 +250,8 @@ async fn look_within(storage: &SharedStorage, limits: Option<Limits>) -> Result<
     let (short, opened) = (BTreeSet::new(), Opened::default());
     let mut image = Image { superblock, records, ledger, map, slots, slices, void, short, opened };
     let newest = image.records.last_key_value().map_or(0, |(sequence, _)| *sequence);
-    let (slice, place) = slice(storage, &superblock, 0).await?;
-    let changes = take_ledger(storage, &mut image, (slice, place), newest)?;
+    let slice = slice(storage, &superblock, 0).await?;
+    let changes = take_ledger(storage, &mut image, &slice, newest)?;
     let fit = take_parts(storage, &mut image, (&changes, Fit::new(budget)), newest).await?;
     (image.short, image.opened) = fit.end();
     // What a cache keeps whatever is in it.
@@ -215,20 +266,19 @@ async fn live_records(
     superblock: &Superblock,
 ) -> Result<(BTreeMap<u64, Found>, Option<u64>)> {
     let mut records = records(storage, superblock).await.context(|| "can't read the ring")?;
-    let holds = async |found: &Found| holds(storage, &superblock.layout, &found.record(superblock)).await;
+    let holds = async |record: &Record| holds(storage, &superblock.layout, record).await;
     let mut void = None;
-    if let Some(sequence) = records.places.last_key_value().map(|(sequence, _)| *sequence) {
-        let newest = records.found(sequence);
-        if !holds(&newest).await? {
-            void = Some(newest.at);
-            records.places.remove(&sequence);
-            let before = match records.places.last_key_value().map(|(before, _)| *before) {
-                Some(before) => before == sequence - 1 && holds(&records.found(before)).await?,
-                None => sequence == 1,
-            };
-            if !before {
-                return Err(refused(storage, "neither the newest record nor the one before it holds"));
-            }
+    if let Some((newest, record)) = records.newest(superblock)
+        && !holds(&record).await?
+    {
+        void = Some(newest.at);
+        records.places.remove(&record.sequence);
+        let before = match records.newest(superblock) {
+            Some((_, before)) => before.sequence == record.sequence - 1 && holds(&before).await?,
+            None => record.sequence == 1,
+        };
+        if !before {
+            return Err(refused(storage, "neither the newest record nor the one before it holds"));
         }
     }
     let last = records.places.last_key_value();
@@ -242,7 +292,7 @@ async fn live_records(
     Ok((live, void))
 }
 
-fn check_age(storage: &SharedStorage, slice: &Slice, newest: u64) -> Result<()> {
+fn check_age(storage: &SharedStorage, slice: &Counting, newest: u64) -> Result<()> {
     match slice.as_of > newest {
         true => Err(refused(storage, &format!("slice {} is newer than all records", slice.number))),
         false => Ok(()),
@@ -254,18 +304,14 @@ fn contradicts(storage: &SharedStorage, number: u32) -> Error {
 }
 
 /// The ledger, and what records newer than its slice say of it. Returns what they say of blocks.
-fn take_ledger(
-    storage: &SharedStorage,
-    image: &mut Image,
-    (slice, place): (Slice, u32),
-    newest: u64,
-) -> Result<Changes> {
-    check_age(storage, &slice, newest)?;
-    image.slices.set_place(0, place);
-    image.ledger = Ledger::decode(&slice.payload).ok_or_else(|| contradicts(storage, 0))?;
+fn take_ledger(storage: &SharedStorage, image: &mut Image, slice: &Counting, newest: u64) -> Result<Changes> {
+    check_age(storage, slice, newest)?;
+    image.slices.set_place(0, slice.place);
+    image.ledger = Ledger::decode(slice.payload()).ok_or_else(|| contradicts(storage, 0))?;
     let mut changes = Changes::from(image.records.keys().next().copied().unwrap_or(1));
     for (&sequence, found) in &image.records {
-        let record = found.record(&image.superblock);
+        let decoded = found.decoded(&image.superblock);
+        let record = decoded.ok_or_else(|| refused(storage, "a record is missing"))?;
         changes.add(&image.superblock.layout, &record);
         if sequence <= slice.as_of {
             continue;
@@ -315,98 +361,114 @@ fn tell(ledger: &mut Ledger, item: &Item) -> bool {
     true
 }
 
-/// The parts, one after another, each with what records newer than its slice say of it. Some slices are read while those
-/// before them are taken.
+/// The parts, one after another, each with what records newer than its slice say of it. Some slices are read ahead.
 async fn take_parts(
     storage: &SharedStorage,
     image: &mut Image,
-    (changes, mut fit): (&Changes, Fit),
+    (changes, fit): (&Changes, Fit),
     newest: u64,
 ) -> Result<Fit> {
     let superblock = image.superblock;
-    let numbers: Vec<u32> = (1..superblock.layout.slices()).collect();
-    let read = async |numbers: &[u32]| -> Result<Vec<(Slice, u32)>> {
-        let read = |number: u32| -> LocalFuture<'_, _> { Box::pin(slice(storage, &superblock, number)) };
-        // The first that is wrong is named, whatever the order in which they come.
-        join_all(numbers.iter().map(|number| read(*number))).await.into_iter().collect()
+    let read = |number: u32| -> LocalFuture<'_, _> { Box::pin(slice(storage, &superblock, number)) };
+    let mut numbers = 1..superblock.layout.slices();
+    let mut reads = Ahead::new();
+    let records: Vec<&[u8]> = image.records.values().map(|found| &found.bytes[..]).collect();
+    let records_bytes: u64 = records.iter().map(|bytes| bytes.len() as u64).sum();
+    let rules = Rules::of(storage, &image.ledger);
+    let (map, slots, slices) = (&mut image.map, &mut image.slots, &mut image.slices);
+    let mut parts = Parts {
+        storage,
+        layout: superblock.layout,
+        records: &records,
+        changes,
+        rules,
+        fit,
+        heads: Vec::new(),
+        plain: Vec::new(),
+        newer: Newer::default(),
+        blocks: Vec::new(),
     };
-    let records_bytes: u64 = image.records.values().map(|found| found.bytes.len() as u64).sum();
-    let mut chunks = numbers.chunks(SLICES_AT_ONCE);
-    let mut some = read(chunks.next().unwrap_or_default()).await?;
-    while !some.is_empty() {
-        let waiting: usize = some.iter().map(|(slice, _)| slice.payload.capacity()).sum();
-        let more = records_bytes + changes.memory_bytes() + 2 * waiting as u64;
-        let take = async {
-            for (slice, place) in std::mem::take(&mut some) {
-                check_age(storage, &slice, newest)?;
-                image.slices.set_place(slice.number, place);
-                take_part(storage, image, (changes, &mut fit), (slice, more))?;
+    let (mut longest, mut taken) = (0, Ok(()));
+    while taken.is_ok() {
+        while reads.len() < SLICES_AHEAD
+            && let Some(number) = numbers.next()
+        {
+            reads.add(read(number));
+        }
+        // The first that is wrong is named, whatever the order in which they come.
+        let Some(slice) = reads.next().await else { break };
+        taken = slice.and_then(|slice| {
+            check_age(storage, &slice, newest)?;
+            slices.set_place(slice.number, slice.place);
+            longest = longest.max(slice.bytes.capacity());
+            let waiting = (reads.len() + 1) * longest;
+            let more = records_bytes + changes.memory_bytes() + waiting as u64;
+            let behind = parts.take(map, slots, &slice, more)?;
+            if let Some(record) = behind {
+                slices.touch(slice.number, record);
             }
-            Ok::<_, Error>(())
-        };
-        let (next, taken) = zip(read(chunks.next().unwrap_or_default()), take).await;
-        taken?;
-        some = next?;
+            Ok(())
+        });
+        // What has been read meanwhile is seen, and the next requests begin.
+        yield_now().await;
     }
-    Ok(fit)
+    let fit = parts.fit;
+    reads.end().await;
+    taken.map(|()| fit)
 }
 
-/// One part. `more` is what is in memory beside the map.
-fn take_part(
-    storage: &SharedStorage,
-    image: &mut Image,
-    (changes, fit): (&Changes, &mut Fit),
-    (slice, more): (Slice, u64),
-) -> Result<()> {
-    let Slice { number, as_of, payload } = slice;
-    let layout = &image.superblock.layout;
-    let decoded = decode_part(layout, number - 1, &payload);
-    let mut blocks = decoded.ok_or_else(|| contradicts(storage, number))?;
-    drop(payload);
-    if let Some(record) = changes.apply((number, as_of), &image.records, layout.slots, &mut blocks) {
-        image.slices.touch(number, record);
-    }
-    for group in blocks.chunk_by(|(a, _), (b, _)| a.group() == b.group()) {
-        validate(storage, &image.ledger, &mut image.slots, group)?;
-    }
-    let more = more + (blocks.capacity() * size_of::<(Key, Entry)>()) as u64;
-    fit.keep(&mut image.map, &mut image.slots, (number - 1, &blocks), more);
-    match image.map.payload_of(number - 1) > PAYLOAD_MAX {
-        true => Err(refused(
-            storage,
-            &format!("part {} of the map has more blocks than there may be", number - 1),
-        )),
-        false => Ok(()),
-    }
+/// What it takes to take parts.
+struct Parts<'a> {
+    storage: &'a SharedStorage,
+    layout: Layout,
+    records: &'a [&'a [u8]],
+    changes: &'a Changes,
+    rules: Rules<'a>,
+    fit: Fit,
+    /// Of the part that is being taken; here so that the memory is used again.
+    heads: Vec<Head>,
+    plain: Vec<Head>,
+    newer: Newer,
+    blocks: Vec<(Key, Entry)>,
 }
 
-/// No two blocks have one slot, none has a slot and a run, and each has a row. Nothing dirty is in a region that counts as
-/// written. The slots are taken.
-fn validate(
-    storage: &SharedStorage,
-    ledger: &Ledger,
-    slots: &mut Slots,
-    group: &[(Key, Entry)],
-) -> Result<()> {
-    let which = |key: Key| format!("block {} of disk {}", key.block(), key.row());
-    for (key, entry) in group {
-        if !slots.take_this(entry.slot) {
-            return Err(refused(storage, &format!("{} has the slot of another", which(*key))));
+impl Parts<'_> {
+    /// One part. `more` is what is in memory beside the map. Returns the first record that the slice lacks.
+    fn take(&mut self, map: &mut Map, slots: &mut Slots, slice: &Counting, more: u64) -> Result<Option<u64>> {
+        let Self { storage, layout, changes, heads, plain, newer, blocks, .. } = self;
+        let (number, payload) = (slice.number, slice.payload());
+        let contradicts = || contradicts(storage, number);
+        heads_of(layout, number - 1, payload, heads).ok_or_else(contradicts)?;
+        plain.clear();
+        blocks.clear();
+        changes.newer(layout, (number, slice.as_of), self.records, newer);
+        for head in heads.iter() {
+            match changes.fate(head, newer) {
+                Fate::Stays => {
+                    self.rules.take_plain(slots, head, payload)?;
+                    plain.push(*head);
+                }
+                Fate::Kept => {}
+                Fate::Twice => return Err(contradicts()),
+            }
         }
-        if !ledger.zeros.is_empty() && ledger.zeros.get(*key).is_some() {
-            return Err(refused(storage, &format!("{} has a slot and is zero", which(*key))));
+        let behind = changes.apply(payload, newer, blocks).map_err(|_| contradicts())?;
+        for group in blocks.chunk_by(|(a, _), (b, _)| a.group() == b.group()) {
+            self.rules.take(slots, group)?;
         }
-    }
-    let (first, _) = group[0];
-    if !ledger.rows.contains_key(&first.row()) {
-        return Err(refused(storage, &format!("{} has no row", which(first))));
-    }
-    // A region has whole groups.
-    match group.iter().find(|(_, entry)| entry.dirty) {
-        Some((key, _)) if ledger.regions.has(*key) => {
-            Err(refused(storage, &format!("{} is dirty, and its region counts as written", which(*key))))
+        let own = (heads.capacity() + plain.capacity()) * size_of::<Head>()
+            + blocks.capacity() * size_of::<(Key, Entry)>();
+        let more = more + own as u64 + newer.memory_bytes();
+        if !self.fit.keep(map, slots, (number - 1, (plain, payload), blocks), more) {
+            return Err(contradicts());
         }
-        _ => Ok(()),
+        match map.payload_of(number - 1) > PAYLOAD_MAX {
+            true => {
+                let why = format!("part {} of the map has more blocks than there may be", number - 1);
+                Err(refused(storage, &why))
+            }
+            false => Ok(behind),
+        }
     }
 }
 

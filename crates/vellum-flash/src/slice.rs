@@ -65,9 +65,9 @@ impl Slice {
         bytes
     }
 
-    /// Slice `number` of this cache, in the place that begins with these bytes. `None` when it is not there, or not
-    /// whole.
-    pub(crate) fn decode(bytes: &[u8], id: u128, number: u32) -> Option<Self> {
+    /// Slice `number` of this cache, in the place that begins with these bytes: the last record that it has, and the length of its
+    /// payload, which is behind the header. `None` when it is not there, or not whole.
+    pub(crate) fn look(bytes: &[u8], id: u128, number: u32) -> Option<(u64, usize)> {
         let head = bytes.get(..SLICE_HEADER_LEN)?;
         let len = be32(head, at::LENGTH) as usize;
         let is_ours = be64(head, at::MAGIC) == MAGIC
@@ -76,11 +76,14 @@ impl Slice {
             && len <= PAYLOAD_MAX
             && head[at::ZERO..].iter().all(|byte| *byte == 0);
         let whole = bytes.get(..SLICE_HEADER_LEN + len).filter(|_| is_ours)?;
-        has_good_crc(whole, at::CRC).then(|| Self {
-            number,
-            as_of: be64(head, at::AS_OF),
-            payload: whole[SLICE_HEADER_LEN..].to_vec(),
-        })
+        has_good_crc(whole, at::CRC).then(|| (be64(head, at::AS_OF), len))
+    }
+
+    /// The same, with a copy of the payload.
+    #[cfg(any(test, feature = "fuzz"))]
+    pub(crate) fn decode(bytes: &[u8], id: u128, number: u32) -> Option<Self> {
+        let (as_of, len) = Self::look(bytes, id, number)?;
+        Some(Self { number, as_of, payload: bytes[SLICE_HEADER_LEN..][..len].to_vec() })
     }
 }
 

@@ -172,6 +172,40 @@ impl Slots {
         is_free
     }
 
+    /// Takes these slots of a segment, as [`Slots::take_this`]: at most those of a group, of which the segment has each. The index of
+    /// the first that is not free, if there is one.
+    pub(crate) fn take_these(&mut self, segment: u16, numbers: &[u16]) -> Option<usize> {
+        let words = usize::from(segment) * SEGMENT_WORDS as usize;
+        let mut at = 0;
+        while at < numbers.len() {
+            // Neighbours in one word are taken at once.
+            let (first, bit) = (numbers[at], u32::from(numbers[at]) % WORD_SLOTS);
+            let mut count = 1;
+            while at + count < numbers.len()
+                && bit as usize + count < WORD_SLOTS as usize
+                && usize::from(numbers[at + count]) == usize::from(first) + count
+            {
+                count += 1;
+            }
+            let bits = u64::MAX >> (WORD_SLOTS as usize - count) << bit;
+            let word = &mut self.words[words + usize::from(first) / WORD_SLOTS as usize];
+            if word.free & bits != bits {
+                let taken = (!word.free & bits) >> bit;
+                return Some(at + taken.trailing_zeros() as usize);
+            }
+            word.free &= !bits;
+            if word.stale & bits != 0 {
+                self.stale -= (word.stale & bits).count_ones();
+                word.stale &= !bits;
+            }
+            at += count;
+        }
+        let count = u32::try_from(numbers.len()).expect("at most those of a group");
+        self.segments[usize::from(segment)].free -= count;
+        self.free -= count;
+        None
+    }
+
     /// A taken slot is free again: no entry has ever named it.
     pub(crate) fn give_back(&mut self, slot: Slot) {
         assert_eq!(self.state(slot), SlotState::Taken, "slot {} is given back", slot.0);
@@ -442,6 +476,37 @@ mod tests {
                 stale += count;
             }
             assert_eq!(stale, unrecorded);
+        }
+    }
+
+    #[test]
+    fn slots_that_are_taken_together_are_those_that_one_by_one_would_be() {
+        for seed in 0..200 {
+            let mut random = Random::from_seed(seed);
+            let count = SEGMENT_SLOTS + 300;
+            let (mut together, mut single) = (Slots::new(count), Slots::new(count));
+            loop {
+                let segment = u16::from(random.one_in(2));
+                let most = if segment == 0 { 400 } else { 300 };
+                let (mut numbers, mut number) = (Vec::new(), u16::try_from(random.below(most)).unwrap());
+                for _ in 0..=random.below(16) {
+                    numbers.push(number);
+                    let is_next = !random.one_in(8) && u64::from(number) + 1 < most;
+                    number = if is_next { number + 1 } else { u16::try_from(random.below(most)).unwrap() };
+                }
+                let one_by_one =
+                    numbers.iter().position(|number| !single.take_this(Slot::of_segment(segment, *number)));
+                assert_eq!(together.take_these(segment, &numbers), one_by_one, "seed {seed}: {numbers:?}");
+                if one_by_one.is_some() {
+                    break;
+                }
+                assert_eq!(together.free(), single.free(), "seed {seed}");
+                let mut looked_at = (0..400).chain(SEGMENT_SLOTS..count);
+                assert!(
+                    looked_at.all(|n| together.is_free(Slot(n)) == single.is_free(Slot(n))),
+                    "seed {seed}"
+                );
+            }
         }
     }
 

@@ -19,6 +19,7 @@
 //!
 //! Nothing here reads or writes flash, and nothing waits. Rows are in `rows`, regions in `written`.
 
+mod dirty;
 mod memory;
 mod promises;
 mod rows;
@@ -30,7 +31,7 @@ use std::sync::Arc;
 use vellum_core::{Error, Result};
 use vellum_format::commit::{Epochs, Ring};
 
-use crate::layout::{Key, Layout, SECTORS_ALL, Slot, Superblock};
+use crate::layout::{Key, Layout, ROWS_MAX, SECTORS_ALL, Slot, Superblock};
 use crate::map::{self, Changed, Map};
 use crate::neighbours::joined;
 use crate::open::{Change, Open, Share};
@@ -44,6 +45,7 @@ use crate::slots::Slots;
 use crate::windows::Room;
 use crate::zeros::Run;
 
+use dirty::DirtyGroups;
 pub(crate) use written::Entry;
 
 pub(crate) use memory::{Budget, Limits, Shed, blocks_bytes};
@@ -100,7 +102,7 @@ pub(crate) struct State {
     pub(crate) ledger: Ledger,
     pub(crate) slots: Slots,
     /// Groups that may have dirty blocks, and since when.
-    dirty: BTreeMap<Key, u32>,
+    dirty: DirtyGroups,
     counts: BTreeMap<u16, Counts>,
     open: Open,
     /// Blocks of the record on its way, in order; those of them whose slots it checks; and those that the newest durable
@@ -170,7 +172,7 @@ impl State {
             map,
             ledger,
             slots,
-            dirty: BTreeMap::new(),
+            dirty: DirtyGroups::default(),
             counts: BTreeMap::new(),
             open: Open::default(),
             sealed: Vec::new(),
@@ -196,19 +198,18 @@ impl State {
             windows: Arc::new(Room::of_slots(u64::from(layout.slots))),
         };
         state.limit_memory(Limits::default()).expect("the usual budget is enough");
-        for part in 0..layout.parts {
-            for group in state.map.groups_in(part) {
-                let counts = state.counts.entry(group.key.row()).or_default();
-                counts.blocks += u64::from(group.present.count_ones());
+        let (mut counts, mut dirty) = (vec![Counts::default(); usize::from(ROWS_MAX)], Vec::new());
+        for (group, cost) in (0..layout.parts).flat_map(|part| state.map.dirty_costs_in(part)) {
+            let counts = &mut counts[usize::from(group.key.row())];
+            counts.blocks += u64::from(group.present.count_ones());
+            if group.dirty != 0 {
                 counts.dirty += u64::from(group.dirty.count_ones());
-                if group.dirty != 0 {
-                    state.dirty.insert(group.key, 0);
-                }
-            }
-            for (group, cost) in state.map.dirty_costs_in(part) {
-                state.counts.entry(group.row()).or_default().dirty_cost += cost;
+                counts.dirty_cost += cost;
+                dirty.push(group.key);
             }
         }
+        let known = (0..).zip(counts).filter(|(_, counts)| counts.blocks > 0);
+        (state.counts, state.dirty) = (known.collect(), DirtyGroups::found(dirty));
         state
     }
 
@@ -296,15 +297,15 @@ impl State {
     ) -> (Vec<(Key, Slot, u8)>, Option<u64>) {
         let (mut found, mut clean, mut next) = (Vec::new(), Vec::new(), None);
         let end = Key::from_bits(u64::from(row) << 48 | (crate::layout::BLOCKS_MAX - 1));
-        let groups = self.dirty.range(Key::new(row, from).group()..=end);
+        let groups = self.dirty.between(Key::new(row, from).group(), end);
         for (number, (group, since)) in groups.enumerate() {
             if found.len() >= most || number >= DIRTY_GROUPS_AT_ONCE {
                 next = Some(group.block());
                 break;
             }
-            let bits = if *since <= until { self.map.group(*group) } else { continue };
+            let bits = if since <= until { self.map.group(group) } else { continue };
             if bits.is_none_or(|bits| bits.dirty == 0) {
-                clean.push(*group);
+                clean.push(group);
                 continue;
             }
             for index in 0..crate::layout::GROUP_BLOCKS {
@@ -318,7 +319,7 @@ impl State {
             }
         }
         for group in clean {
-            self.dirty.remove(&group);
+            self.dirty.remove(group);
         }
         (found, next)
     }
@@ -362,7 +363,7 @@ impl State {
     /// A group without a dirty block is not looked at by write-back.
     fn forget_clean(&mut self, key: Key) {
         if self.map.group(key).is_none_or(|group| group.dirty == 0) {
-            self.dirty.remove(&key.group());
+            self.dirty.remove(key.group());
         }
     }
 
@@ -408,7 +409,7 @@ impl State {
             self.release(old.slot);
         }
         if dirty {
-            self.dirty.entry(key.group()).or_insert(self.now);
+            self.dirty.insert(key.group(), self.now);
         } else {
             self.forget_clean(key);
         }

@@ -101,6 +101,25 @@ impl<const N: usize> Table<N> {
         self.put(secret, entry)
     }
 
+    /// Puts an entry in whose key has this hash ([`mix`]), where room was made for it ([`Table::reserve`]). False when the table has
+    /// the key already.
+    #[must_use]
+    pub(crate) fn insert_found(&mut self, hash: u64, entry: [u16; N]) -> bool {
+        debug_assert!((self.len + 1) * 8 <= self.places.len() * 7, "room was made");
+        let key = key_of(&entry);
+        let mut place = self.home_of(hash);
+        loop {
+            match key_of(&self.places[place]) {
+                EMPTY => break,
+                found if found == key => return false,
+                _ => place = self.after(place),
+            }
+        }
+        self.places[place] = entry;
+        self.len += 1;
+        true
+    }
+
     /// Makes room for this many entries more, at once.
     pub(crate) fn reserve(&mut self, secret: u64, more: usize) {
         let places = ((self.len + more) * 8).div_ceil(7);
@@ -143,8 +162,12 @@ impl<const N: usize> Table<N> {
     }
 
     fn home(&self, secret: u64, key: u64) -> usize {
-        let hash = mix(secret, Key::from_bits(key)) & u64::from(u32::MAX);
-        usize::try_from((hash * self.places.len() as u64) >> 32).expect("below the number of places")
+        self.home_of(mix(secret, Key::from_bits(key)))
+    }
+
+    fn home_of(&self, hash: u64) -> usize {
+        let low = hash & u64::from(u32::MAX);
+        usize::try_from((low * self.places.len() as u64) >> 32).expect("below the number of places")
     }
 
     fn after(&self, place: usize) -> usize {

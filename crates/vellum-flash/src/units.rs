@@ -94,6 +94,13 @@ impl Units {
         u16::try_from(page * PAGE + best).expect("a part has fewer numbers")
     }
 
+    /// Makes room for runs of this many numbers in all, at once, and for no more.
+    pub(crate) fn reserve(&mut self, numbers: usize) {
+        let more = numbers.div_ceil(PAGE);
+        self.pages.reserve_exact(more);
+        self.free.reserve_exact(more);
+    }
+
     /// Gives a run of 2^order numbers back.
     pub(crate) fn give_back(&mut self, first: u16, order: usize) {
         let (page, at) = (usize::from(first) / PAGE, usize::from(first) % PAGE);

@@ -5,12 +5,13 @@ mod common;
 use vellum_flash as flash;
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use common::{ID, SECRET, over};
 use futures_lite::future::block_on;
 use vellum_core::{
-    Buffer, Disk, GuestOffset, MemoryDisk, MemoryStorage, Random, SharedStorage, Storage, WriteFlags,
+    BlockSize, Buffer, Disk, GuestOffset, ImageOffset, ImageSpan, Limits, LocalFuture, MemoryDisk,
+    MemoryStorage, Random, Result, SharedStorage, Storage, StorageRun, WriteFlags, Zeroes,
 };
 use vellum_flash::{FlashCache, FlashDisk, FlashOptions};
 
@@ -51,6 +52,60 @@ fn empty_bytes() -> u64 {
         let storage: SharedStorage = created().await;
         FlashCache::open(storage, options(None)).await.unwrap().facts().budget_used_bytes
     })
+}
+
+/// A storage that transfers in units of this size, and notes what is read.
+struct Noting {
+    inner: SharedStorage,
+    limits: Limits,
+    reads: Mutex<Vec<(u64, u64)>>,
+}
+
+impl Storage for Noting {
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    fn len(&self) -> u64 {
+        self.inner.len()
+    }
+
+    fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+        self.reads.lock().unwrap().push((at.bytes(), buffer.len() as u64));
+        self.inner.read(at, buffer)
+    }
+
+    fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
+        self.inner.write(at, data)
+    }
+
+    fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        self.inner.flush()
+    }
+
+    fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>> {
+        self.inner.write_zeroes(span, how)
+    }
+
+    fn discard(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
+        self.inner.discard(span)
+    }
+
+    fn set_len(&self, len: u64) -> LocalFuture<'_, Result<()>> {
+        self.inner.set_len(len)
+    }
+
+    fn preallocate(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
+        self.inner.preallocate(span)
+    }
+
+    fn runs(&self, span: ImageSpan) -> LocalFuture<'_, Result<Vec<StorageRun>>> {
+        self.inner.runs(span)
+    }
 }
 
 async fn write(disk: &FlashDisk, block: u64, blocks: usize, value: u8) {
@@ -147,6 +202,60 @@ fn it_has_no_more_in_memory_than_the_budget_and_reads_each_slice_once() {
             let home = filled.home.reopened();
             let disk = over(&cache, 1, home).await.unwrap();
             is_right(&*disk, &filled.model, &why).await;
+        });
+    }
+}
+
+/// Of each slice both heads, and the rest of the one that counts, as long as it is; and all of the ring, once.
+#[test]
+fn it_reads_no_more_of_the_map_than_there_is() {
+    const SLICES_AT: u64 = 8192;
+    const PLACE: u64 = 90_112;
+    let filled = filled(7);
+    for unit in [1, 512, 1024, 4096] {
+        block_on(async {
+            let storage = copy_of(&filled.storage).await;
+            // An opening with less memory writes slices.
+            let budget = empty_bytes() + filled.dirty * LONE * 2;
+            drop(FlashCache::open(storage.clone(), options(Some(budget))).await.unwrap());
+            let limits = Limits { block_size: BlockSize::from_bytes(unit).unwrap(), ..Limits::plain() };
+            let noting = Arc::new(Noting { inner: storage.clone(), limits, reads: Mutex::default() });
+            let cache = FlashCache::open(noting.clone(), options(None)).await.unwrap();
+            let facts = cache.facts();
+            let ring_at = SLICES_AT + (u64::from(facts.parts) + 1) * 2 * PLACE;
+            let unit = unit.max(512);
+            let mut wanted: Vec<(u64, u64)> = Vec::new();
+            let mut longer = 0;
+            for slice in 0..=u64::from(facts.parts) {
+                let mut best = (0, 0, 0);
+                for at in [0, 1].map(|place| SLICES_AT + (2 * slice + place) * PLACE) {
+                    wanted.push((at, unit));
+                    let head = storage.read(ImageOffset::new(at), Buffer::zeroed(64)).await.unwrap().to_vec();
+                    let as_of = u64::from_be_bytes(head[32..40].try_into().unwrap());
+                    let len = 64 + u64::from(u32::from_be_bytes(head[40..44].try_into().unwrap()));
+                    if head.starts_with(b"VELLUMF2") && as_of >= best.0 {
+                        best = (as_of, at, len);
+                    }
+                }
+                let (_, at, len) = best;
+                if len > unit {
+                    wanted.push((at + unit, len.next_multiple_of(unit) - unit));
+                    longer += 1;
+                }
+            }
+            assert!(longer >= 5, "{longer} slices of {} have much in them", facts.parts);
+            let reads = noting.reads.lock().unwrap().clone();
+            let mut of_map: Vec<(u64, u64)> =
+                reads.iter().copied().filter(|(at, _)| (SLICES_AT..ring_at).contains(at)).collect();
+            of_map.sort_unstable();
+            wanted.sort_unstable();
+            assert_eq!(of_map, wanted, "units of {unit}");
+            let of_ring: u64 = reads
+                .iter()
+                .filter(|(at, _)| (ring_at..ring_at + facts.ring_bytes).contains(at))
+                .map(|(_, len)| *len)
+                .sum();
+            assert_eq!(of_ring, facts.ring_bytes, "units of {unit}");
         });
     }
 }

@@ -39,10 +39,14 @@ pub(crate) fn cost_of(blocks: &[(Key, Entry)]) -> u64 {
 }
 
 impl Part {
-    /// The blocks of a group of which nothing is there, in order.
-    fn fill(&mut self, secret: u64, blocks: &[(Key, Entry)]) {
+    /// The blocks of a group, in order. False, and nothing is put in, when it is there already.
+    fn fill(&mut self, secret: u64, blocks: &[(Key, Entry)]) -> bool {
+        let key = blocks[0].0.group().bits();
+        if self.groups.find(secret, key).is_some() {
+            return false;
+        }
         let segment = segment_of(blocks);
-        let mut group: Group = entry_of::<GROUP_WORDS>(blocks[0].0.group().bits());
+        let mut group: Group = entry_of::<GROUP_WORDS>(key);
         group[SEGMENT] = segment;
         group[RUN] =
             self.units.take(order_of(u32::try_from(blocks.len()).expect("at most those of a group")));
@@ -67,29 +71,35 @@ impl Part {
             *number = entry.slot.within();
         }
         self.groups.insert(secret, group);
+        true
     }
 }
 
 impl Map {
-    /// Fills a part with groups that it has not. The blocks of each group are neighbours here, in the order of their keys.
-    /// Whether there is memory, and whether the slice has room, is up to the caller ([`Map::payload_of`]).
+    /// Fills a part with groups. The blocks of each group are neighbours here, in the order of their keys. False when it has one of
+    /// the groups already; then what it has says nothing. Whether there is memory, and whether the slice has room, is up to the
+    /// caller ([`Map::payload_of`]).
+    #[must_use]
     pub(crate) fn fill<'a>(
         &mut self,
         part: u32,
         count: usize,
         groups: impl Iterator<Item = &'a [(Key, Entry)]>,
-    ) {
+    ) -> bool {
         let secret = self.layout.secret;
         let own = &mut self.parts[part as usize];
         let before = own.size();
         own.groups.reserve(secret, count);
         for blocks in groups {
-            own.fill(secret, blocks);
+            if !own.fill(secret, blocks) {
+                return false;
+            }
             self.blocks += blocks.len() as u64;
             self.dirty += blocks.iter().filter(|(_, entry)| entry.dirty).count() as u64;
         }
         let after = own.size();
         self.note_size(before, after);
+        true
     }
 
     /// The length of a part's slice, in bytes.

@@ -112,7 +112,7 @@ fn a_map_that_is_filled_is_what_puts_make_of_it_and_costs_what_it_says() {
             let entries = decode_part(&layout, part, &map.encode_part(part)).unwrap();
             let groups = || entries.chunk_by(|(a, _), (b, _)| a.group() == b.group());
             let before = filled.grown_bytes() + filled.payload_bytes();
-            filled.fill(part, groups().count(), groups());
+            assert!(filled.fill(part, groups().count(), groups()), "seed {seed}");
             let dirty = groups().filter(|group| group.iter().any(|(_, entry)| entry.dirty)).count() as u64;
             let cost: u64 = groups().map(cost_of).sum();
             let after = filled.grown_bytes() + filled.payload_bytes();
@@ -130,6 +130,68 @@ fn a_map_that_is_filled_is_what_puts_make_of_it_and_costs_what_it_says() {
             assert_eq!(filled.remove(key), map.get(key), "seed {seed}");
         }
         assert_eq!((filled.blocks(), filled.grown_bytes(), filled.payload_bytes()), (0, 0, 0));
+    }
+}
+
+#[test]
+fn groups_that_are_filled_as_they_are_on_flash_are_those_of_their_blocks() {
+    for seed in 0..40 {
+        let mut random = Random::from_seed(seed);
+        let layout = layout([20_000, 70_000][random.index(2)]);
+        let mut map = Map::new(&layout);
+        for _ in 0..300 {
+            let (group, first) = (16 * random.below(500), u32::try_from(random.below(19_000)).unwrap());
+            let (from, to, dirty) = (random.below(8), 9 + random.below(8), random.one_in(2));
+            for (n, slot) in (from..to).zip(first..) {
+                map.put(Key::new(7, group + n), Entry { slot: Slot(slot), sectors: SECTORS_ALL, dirty });
+            }
+            map.put(Key::new(7, random.below(8000)), random_entry(&mut random, layout.slots));
+        }
+        let (mut whole, mut single) = (Map::new(&layout), Map::new(&layout));
+        let mut plain_groups = 0;
+        for part in 0..map.parts() {
+            let payload = map.encode_part(part);
+            let mut heads = Vec::new();
+            heads_of(&layout, part, &payload, &mut heads).unwrap();
+            let others: Vec<(Key, Entry)> = heads
+                .iter()
+                .filter(|head| !head.is_plain())
+                .flat_map(|head| head.entries(&payload))
+                .collect();
+            heads.retain(Head::is_plain);
+            plain_groups += heads.len();
+            for head in &heads {
+                let blocks: Vec<(Key, Entry)> = head.entries(&payload).collect();
+                assert_eq!(
+                    (head.cost(), head.blocks()),
+                    (cost_of(&blocks), u32::try_from(blocks.len()).unwrap())
+                );
+                let mut numbers = [0; 16];
+                let within = blocks.iter().map(|(_, entry)| entry.slot.within());
+                assert!(head.numbers(&payload, &mut numbers).iter().copied().eq(within), "seed {seed}");
+                assert_eq!(head.nth(blocks.len() - 1), blocks[blocks.len() - 1].0);
+            }
+            assert!(whole.fill_found(part, (&heads, &payload), &others), "seed {seed}");
+            let entries = decode_part(&layout, part, &payload).unwrap();
+            let groups = || entries.chunk_by(|(a, _), (b, _)| a.group() == b.group());
+            assert!(single.fill(part, groups().count(), groups()), "seed {seed}");
+            if let [.., last] = &heads[..] {
+                let twice = [&heads[..], &[*last]].concat();
+                assert!(!Map::new(&layout).fill_found(part, (&twice, &payload), &others), "a group twice");
+                let blocks: Vec<(Key, Entry)> = last.entries(&payload).collect();
+                assert!(!Map::new(&layout).fill_found(part, (&heads, &payload), &blocks), "in both ways");
+            }
+        }
+        assert!(plain_groups > 100, "seed {seed}: {plain_groups}");
+        let all = |map: &Map| map.entries().collect::<BTreeMap<_, _>>();
+        assert_eq!(all(&whole), all(&map), "seed {seed}");
+        let counts = |map: &Map| (map.blocks(), map.dirty_blocks(), map.grown_bytes(), map.payload_bytes());
+        assert_eq!(counts(&whole), counts(&single), "seed {seed}");
+        assert!(whole.memory_bytes() <= whole.empty_bytes_max() + whole.grown_bytes(), "seed {seed}");
+        for key in map.entries().map(|(key, _)| key).collect::<Vec<_>>() {
+            assert_eq!(whole.remove(key), map.get(key), "seed {seed}");
+        }
+        assert_eq!((whole.blocks(), whole.grown_bytes()), (0, 0), "seed {seed}");
     }
 }
 

@@ -1,7 +1,7 @@
 //! The map as it is read from flash, within the memory that blocks may take.
 //!
 //! ```text
-//!   part ─► all of it fits: all ─► map
+//!   part ─► all of it fits: all ─► map               plain groups as they are on flash
 //!        └► it does not: dirty blocks ─► map        also where it takes more; then earlier parts give up clean ones, the last first
 //!                        clean groups ─► map        those of most blocks first, as long as there is memory
 //!                        the others   ─► nowhere    their slots leave, unrecorded, their slices are short
@@ -15,7 +15,7 @@
 use std::collections::BTreeSet;
 
 use crate::layout::Key;
-use crate::map::{Entry, Map, cost_of};
+use crate::map::{Entry, Head, Map, cost_of};
 use crate::opened::Opened;
 use crate::slots::Slots;
 use crate::state::{Budget, blocks_bytes};
@@ -43,33 +43,42 @@ impl Fit {
         Self { budget, ..Self::default() }
     }
 
-    /// The blocks of the next part, each group's together and in order; their slots are taken. `more` is what else is in
-    /// memory.
+    /// The groups of the next part: plain ones, and the blocks of the others, each group's together and in order. Their slots are
+    /// taken. `more` is what else is in memory. False when a group is there twice.
+    #[must_use]
     pub(super) fn keep(
         &mut self,
         map: &mut Map,
         slots: &mut Slots,
-        (part, blocks): (u32, &[Block]),
+        (part, (plain, payload), others): (u32, (&[Head], &[u8]), &[Block]),
         more: u64,
-    ) {
+    ) -> bool {
         self.opened.slices_read += 1;
-        if blocks.is_empty() {
-            return;
-        }
-        let groups = || blocks.chunk_by(|(a, _), (b, _)| a.group() == b.group());
+        let groups = || others.chunk_by(|(a, _), (b, _)| a.group() == b.group());
         let is_dirty = |blocks: &[Block]| blocks.iter().any(|(_, entry)| entry.dirty);
-        let own_bytes: u64 = groups().map(cost_of).sum();
-        let fits = self.left(map).is_none_or(|left| left >= i128::from(own_bytes));
-        let dirty_groups = groups().filter(|blocks| is_dirty(blocks)).count() as u64;
-        if fits {
-            map.fill(part, groups().count(), groups());
-            self.clean_parts.push(part);
-        } else {
-            self.keep_some(map, slots, part, groups());
+        let own_bytes = plain.iter().map(Head::cost).sum::<u64>() + groups().map(cost_of).sum::<u64>();
+        if own_bytes == 0 {
+            return true;
         }
-        self.dirty_groups += dirty_groups;
+        let fits = self.left(map).is_none_or(|left| left >= i128::from(own_bytes));
+        let dirty_groups = plain.iter().filter(|head| head.dirty != 0).count()
+            + groups().filter(|blocks| is_dirty(blocks)).count();
+        let is_once = if fits {
+            self.clean_parts.push(part);
+            map.fill_found(part, (plain, payload), others)
+        } else {
+            let mut blocks: Vec<Block> = plain.iter().flat_map(|head| head.entries(payload)).collect();
+            blocks.extend_from_slice(others);
+            let groups = || blocks.chunk_by(|(a, _), (b, _)| a.group() == b.group());
+            // One of two may be left out.
+            let mut keys: Vec<Key> = groups().map(|blocks| blocks[0].0.group()).collect();
+            keys.sort_unstable();
+            keys.windows(2).all(|pair| pair[0] != pair[1]) && self.keep_some(map, slots, part, groups())
+        };
+        self.dirty_groups += dirty_groups as u64;
         self.note_bytes(map, more);
         self.make_room(map, slots);
+        is_once
     }
 
     /// What blocks may take beyond what they do; none without a bound.
@@ -86,7 +95,7 @@ impl Fit {
         slots: &mut Slots,
         part: u32,
         groups: impl Iterator<Item = &'a [Block]>,
-    ) {
+    ) -> bool {
         self.is_over = true;
         let (mut kept, mut clean): (Vec<Vec<Block>>, Vec<&[Block]>) = (Vec::new(), Vec::new());
         for blocks in groups {
@@ -111,8 +120,8 @@ impl Fit {
                 self.leave_out(slots, part, blocks);
             }
         }
-        map.fill(part, kept.len(), kept.iter().map(Vec::as_slice));
         self.clean_parts.push(part);
+        map.fill(part, kept.len(), kept.iter().map(Vec::as_slice))
     }
 
     fn leave_out(&mut self, slots: &mut Slots, part: u32, blocks: &[Block]) {

@@ -157,7 +157,11 @@ async fn open_storage(path: &Path) -> Result<SharedStorage> {
 }
 
 async fn open_on(storage: SharedStorage) -> Result<Arc<FastMedium>> {
-    FastMedium::open(storage, Random::from_seed(u64::from_be_bytes(random_bytes()?))).await
+    let medium = FastMedium::open(storage, Random::from_seed(u64::from_be_bytes(random_bytes()?))).await?;
+    if let Some(damage) = medium.damage() {
+        tracing::warn!("{damage}");
+    }
+    Ok(medium)
 }
 
 /// Opens a fast medium, and locks it.
@@ -227,6 +231,12 @@ pub async fn attach(image: &Path, fast: &FastFor, options: &ImageOptions) -> Res
                 other.name
             ),
         ));
+    }
+    let has_row = medium.rows().iter().any(|row| row.uuid == uuid);
+    if !has_row && head.fast().is_some_and(|named| named.is_needed) {
+        let why = "units of it are on its fast medium alone, which has lost what it knew of this image: a new row would not bring \
+                   them back";
+        return Err(Error::new(ErrorKind::Refused, format!("{}: {why}", image.display())));
     }
     let budget = fast.budget.unwrap_or(u64::MAX);
     let name = image.display().to_string();

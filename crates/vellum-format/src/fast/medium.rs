@@ -11,28 +11,29 @@
 //! 3. A slot that is free keeps its entry until something is promoted next: it is blanked before any slot is written, and
 //!    before any entry is. So an entry never outlives its bytes, and of a unit of a disk there is one promotion at most.
 //! 4. Entries of one sector are written together, from memory, one write of the tables at a time.
+//! 5. While a row says that it is needed, or a row is damaged, an entry that cannot be read may be that of a unit which is here
+//!    alone. It keeps its bytes and its slot: the sector may be read again some day. Nothing takes the place of a damaged row.
+//! 6. Before anything is written, the storage must be as long as it was: what was cut off would come back as zeros.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use roaring::RoaringBitmap;
 use vellum_core::{
-    Buffer, Context, Error, ErrorKind, ImageOffset, ImageSpan, LocalFuture, Random, Result, SharedStorage,
-    try_join_all,
+    Buffer, Context, Error, ErrorKind, ImageOffset, LocalFuture, Random, Result, SharedStorage, try_join_all,
 };
 
 use super::layout::{
     ENTRIES_TOGETHER, ENTRY_LEN, Entry, FastId, Layout, NAME_MAX, ROW_LEN, ROWS, Reason, Row, SLOT_BYTES,
-    SLOT_LEN, SUPER_LEN, encode_super, parse_super,
+    SLOT_LEN, SUPER_LEN, encode_super,
 };
+use super::tables::{read_entries, read_rows, read_super};
 use crate::hash::HashMap;
 use crate::session::SessionNumber;
 use crate::state::lock;
 use crate::truth::reconcile;
 
-/// The table is read in pieces of this many bytes, a multiple of an entry.
-const READ_AT_ONCE: u64 = 1 << 20;
-/// And written in pieces of this many at most.
+/// The tables are written in pieces of this many bytes at most.
 const PIECE_LEN: usize = 64 << 10;
 /// At most this many at a time.
 const WRITES_AT_ONCE: usize = 64;
@@ -118,6 +119,9 @@ struct State {
     /// Slots that are free or were free when they were taken, and of which the medium says something, which may be
     /// nothing that can be read.
     litter: RoaringBitmap,
+    /// Rows that cannot be read, and entries that may be needed and cannot be read.
+    bad_rows: RoaringBitmap,
+    unreadable: HashMap<u32, [u8; ENTRY_LEN]>,
     /// The highest of all entries and rows.
     sequence: u64,
     random: Random,
@@ -181,21 +185,23 @@ impl FastMedium {
         let (id, layout) = read_super(&storage).await.context(context)?;
         // After a failed flush a host may show what the medium has not.
         reconcile(&*storage, ImageOffset::ZERO.span(layout.data_at())).await.context(context)?;
-        let rows = read_rows(&storage).await.context(context)?;
+        let (rows, bad_rows) = read_rows(&storage).await.context(context)?;
+        let may_be_needed = !bad_rows.is_empty() || rows.iter().flatten().any(|row| row.is_needed);
+        let read = read_entries(&storage, layout, &rows, may_be_needed).await.context(context)?;
+        let last = rows.iter().flatten().map(|row| row.last).max();
         let mut state = State {
             open: vec![false; rows.len()],
             used: vec![0; rows.len()],
             rows,
-            entries: Vec::with_capacity(layout.slots as usize),
+            entries: read.entries,
             free: RoaringBitmap::new(),
-            litter: RoaringBitmap::new(),
-            sequence: 0,
+            litter: read.litter,
+            bad_rows,
+            unreadable: read.unreadable,
+            sequence: read.sequence.max(last.unwrap_or_default()),
             random,
             failed: None,
         };
-        read_entries(&storage, layout, &mut state).await.context(context)?;
-        let last = state.rows.iter().flatten().map(|row| row.last).max();
-        state.sequence = state.sequence.max(last.unwrap_or_default());
         state.take_stock();
         Ok(Arc::new(Self {
             storage,
@@ -244,6 +250,19 @@ impl FastMedium {
     /// Why nothing can be promoted to it any more, if that is so.
     pub fn trouble(&self) -> Option<Error> {
         lock(&self.state).failed.clone()
+    }
+
+    /// What of its tables cannot be read, and may be needed; for people.
+    pub fn damage(&self) -> Option<String> {
+        let state = lock(&self.state);
+        match (state.bad_rows.len(), state.unreadable.len()) {
+            (0, 0) => None,
+            (rows, entries) => Some(format!(
+                "{}: {rows} rows and {entries} entries of its tables are damaged: what they say cannot be read, and their places stay \
+                 taken",
+                self.name()
+            )),
+        }
     }
 
     /// Its rows.
@@ -335,7 +354,11 @@ impl FastMedium {
     pub(crate) fn open_row(self: &Arc<Self>, uuid: [u8; 16]) -> Result<OpenRow> {
         let mut state = lock(&self.state);
         let Some(row) = state.row_of(uuid) else {
-            let why = format!("{} has no row for this image: attach it (`vellum tier attach`)", self.name());
+            let remedy = match state.bad_rows.is_empty() {
+                true => "attach it (`vellum tier attach`)",
+                false => "one of its rows is damaged, which may be that of this image",
+            };
+            let why = format!("{} has no row for this image: {remedy}", self.name());
             return Err(Error::new(ErrorKind::NotFound, why));
         };
         if std::mem::replace(&mut state.open[usize::from(row)], true) {
@@ -363,9 +386,23 @@ impl FastMedium {
         })
     }
 
+    /// Whether it can be written: it did not fail, and has its length.
+    async fn check(&self) -> Result<()> {
+        self.check_failed()?;
+        let looked = self.storage.look_at_len().await;
+        let len = self.noticed("can't find out its length", looked)?;
+        match len >= self.layout.total_bytes() {
+            true => Ok(()),
+            false => {
+                let why = format!("it has {len} bytes, and had {}", self.layout.total_bytes());
+                self.noticed("it was cut off", Err(Error::new(ErrorKind::Changed, why)))
+            }
+        }
+    }
+
     /// The caller holds `tables`.
     async fn write_row(&self, row: u16, bytes: Vec<u8>) -> Result<()> {
-        self.check_failed()?;
+        self.check().await?;
         count(&self.tally.table_bytes, bytes.len() as u64);
         let written = self.storage.write(Layout::row_at(row), Buffer::copy_of(&bytes)).await;
         self.noticed("can't write a row", written)?;
@@ -381,7 +418,7 @@ impl FastMedium {
 
     /// Blanks, durably, what the medium says of slots that hold nothing any more. The caller holds `tables`.
     async fn blank_litter(&self) -> Result<()> {
-        self.check_failed()?;
+        self.check().await?;
         let slots: Vec<u32> = {
             let mut state = lock(&self.state);
             let slots: Vec<u32> = std::mem::take(&mut state.litter).iter().collect();
@@ -429,6 +466,10 @@ impl FastMedium {
             let sector = bytes.len();
             bytes.resize(sector + ENTRY_LEN * ENTRIES_TOGETHER as usize, 0);
             for (slot, place) in (first..self.layout.slots).zip(bytes[sector..].chunks_mut(ENTRY_LEN)) {
+                if let Some(bytes) = state.unreadable.get(&slot) {
+                    place.copy_from_slice(bytes);
+                    continue;
+                }
                 let entry = state.entries[slot as usize];
                 let row = entry.and_then(|entry| state.rows[usize::from(entry.row)].as_ref());
                 if let (Some(entry), Some(row)) = (entry, row) {
@@ -440,67 +481,6 @@ impl FastMedium {
     }
 }
 
-async fn read_super(storage: &SharedStorage) -> Result<(FastId, Layout)> {
-    reconcile(&**storage, ImageOffset::ZERO.span(2 * SUPER_LEN as u64)).await?;
-    let both = storage.read(ImageOffset::ZERO, Buffer::for_overwrite(2 * SUPER_LEN)).await?.to_vec();
-    let (first, copy) = both.split_at(SUPER_LEN);
-    match parse_super(first, storage.len()) {
-        Err(error) => parse_super(copy, storage.len()).map_err(|_| error),
-        found => found,
-    }
-}
-
-/// Whether nothing was ever written there.
-async fn is_hole(storage: &SharedStorage, span: ImageSpan) -> Result<bool> {
-    let runs = storage.runs(span).await?;
-    Ok(runs.iter().all(|run| !run.is_data) && runs.last().is_some_and(|run| run.span.end() >= span.end()))
-}
-
-async fn read_rows(storage: &SharedStorage) -> Result<Vec<Option<Row>>> {
-    let mut rows = Vec::with_capacity(usize::from(ROWS));
-    let mut rest = Layout::rows();
-    while !rest.is_empty() {
-        let (now, later) = rest.split_at(PIECE_LEN as u64);
-        let len = usize::try_from(now.len()).expect("a piece");
-        if is_hole(storage, now).await? {
-            rows.resize(rows.len() + len / ROW_LEN, None);
-        } else {
-            let bytes = storage.read(now.start(), Buffer::for_overwrite(len)).await?.to_vec();
-            for bytes in bytes.chunks(ROW_LEN) {
-                rows.push(Row::parse(u16::try_from(rows.len()).expect("at most 1024"), bytes));
-            }
-        }
-        rest = later;
-    }
-    Ok(rows)
-}
-
-async fn read_entries(storage: &SharedStorage, layout: Layout, state: &mut State) -> Result<()> {
-    let mut rest = layout.table();
-    while !rest.is_empty() {
-        let (now, later) = rest.split_at(READ_AT_ONCE);
-        let len = usize::try_from(now.len()).expect("a piece");
-        let is_hole = is_hole(storage, now).await?;
-        let bytes = match is_hole {
-            true => vec![0; len],
-            false => storage.read(now.start(), Buffer::for_overwrite(len)).await?.to_vec(),
-        };
-        for bytes in bytes.chunks(ENTRY_LEN) {
-            let slot = u32::try_from(state.entries.len()).expect("at most 2^28");
-            if slot < layout.slots {
-                let entry = if is_hole { None } else { Entry::parse(slot, bytes, &state.rows) };
-                state.sequence = state.sequence.max(entry.map_or(0, |entry| entry.sequence));
-                state.entries.push(entry);
-                if entry.is_none() && bytes.iter().any(|byte| *byte != 0) {
-                    state.litter.insert(slot);
-                }
-            }
-        }
-        rest = later;
-    }
-    Ok(())
-}
-
 impl State {
     fn row_of(&self, uuid: [u8; 16]) -> Option<u16> {
         let row = self.rows.iter().position(|row| row.as_ref().is_some_and(|row| row.uuid == uuid));
@@ -508,8 +488,9 @@ impl State {
     }
 
     fn free_row(&self) -> Option<u16> {
-        let row = self.rows.iter().position(Option::is_none);
-        row.map(|row| u16::try_from(row).expect("at most 1024"))
+        let is_free =
+            |row: &u16| self.rows[usize::from(*row)].is_none() && !self.bad_rows.contains((*row).into());
+        (0..ROWS).find(is_free)
     }
 
     /// Finds out which slots may be in use: those with the newest entries of a unit of a disk that has a row.
@@ -523,6 +504,7 @@ impl State {
             let used = entry.filter(|one| newest.get(&(one.row, one.unit)) == Some(&one.sequence));
             match used {
                 Some(entry) => self.used[usize::from(entry.row)] += 1,
+                None if self.unreadable.contains_key(&slot) => {}
                 None => {
                     self.free.insert(slot);
                     if entry.is_some() {
@@ -716,7 +698,7 @@ impl OpenRow {
 
     /// Writes the bytes of a unit to its slots.
     pub(crate) async fn write(&self, slots: &[u32], mut bytes: Buffer) -> Result<()> {
-        self.medium.check_failed()?;
+        self.medium.check().await?;
         let writes = runs_of(slots).map(|(slot, count)| {
             let piece = bytes.split_to((count as usize * SLOT_LEN).min(bytes.len()));
             count_up(&self.medium.tally.copied_bytes, piece.len());
@@ -730,7 +712,7 @@ impl OpenRow {
     /// Writes the entries of these parts, and makes them durable with their copies.
     pub(crate) async fn enter(&self, parts: &[Part]) -> Result<()> {
         let _one = self.medium.tables.lock().await;
-        self.medium.check_failed()?;
+        self.medium.check().await?;
         let slots: Vec<u32> = parts.iter().map(|part| part.slot).collect();
         let row = self.with(|state, row| {
             let it = state.rows[usize::from(row)].as_mut().expect("it is open");

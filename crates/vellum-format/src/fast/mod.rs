@@ -18,6 +18,7 @@
 mod layout;
 mod medium;
 mod named;
+mod tables;
 
 pub use layout::{FastId, Reason, SLOT_BYTES};
 pub use medium::{FastCounts, FastMedium, NewRow, RowFacts, create};

@@ -70,6 +70,7 @@ pub mod superblock;
 mod table_places;
 mod tier;
 mod tier_move;
+mod tier_session;
 mod tier_state;
 pub mod unfinished;
 mod units;

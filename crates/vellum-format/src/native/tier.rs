@@ -47,14 +47,14 @@ use crate::fast::{
     FastMedium, Moved, OpenRow, Part, Promoted, Promotion, Reason, SLOT_BYTES, STRIP_PARTS, TierFacts, Tiers,
 };
 use crate::hash::{HashMap, HashSet};
-use crate::state::{UnderWay, lock};
+use crate::state::lock;
 
 /// Units that are promoted together, at most.
 const UNITS_AT_ONCE: usize = 64;
 /// And their bytes.
 const BYTES_AT_ONCE: u64 = 16 << 20;
 /// Words that change in one step of a transaction.
-const WORDS_AT_ONCE: usize = 16;
+pub(super) const WORDS_AT_ONCE: usize = 16;
 
 /// What a promotion does with the units of one round.
 struct Round {
@@ -83,15 +83,23 @@ impl Native {
             return Err(self.medium_is_wrong(medium, moved.len()));
         }
         self.may_take_row(medium, &row, counts)?;
-        let mut state = State::default();
+        let (mut state, mut others) = (State::default(), Vec::new());
         if counts {
             state.copied = self.copied_units(&row, last).await?;
             self.note_moved(medium, &mut state, &moved)?;
             state.lost = self.lost_units(&state.copied).await?;
             let kept: HashSet<u32> =
                 state.copied.values().flat_map(|copied| copied.slots.iter().copied()).collect();
-            let others = row.parts().into_iter().map(|part| part.slot).filter(|slot| !kept.contains(slot));
-            row.free(&others.collect::<Vec<_>>());
+            others =
+                row.parts().into_iter().map(|part| part.slot).filter(|slot| !kept.contains(slot)).collect();
+            // What this image does not count may be what another copy of it has there alone.
+            if !row.is_needed() && !self.engine.geometry.read_only {
+                row.free(&std::mem::take(&mut others));
+            }
+            if !moved.is_empty() && !row.is_needed() && !self.engine.geometry.read_only {
+                // The row was put back from a copy. If the medium fails, nothing of it is taken away in this opening.
+                drop(row.say_needed(true).await);
+            }
         }
         let tier = Tier {
             row,
@@ -99,7 +107,9 @@ impl Native {
             listed: AtomicUsize::new(state.copied.len() + state.lost.len()),
             state: Mutex::new(state),
             counts: AtomicBool::new(counts),
-            begun: async_lock::Mutex::new(false),
+            begun: async_lock::Mutex::default(),
+            has_session: AtomicBool::new(false),
+            others: Mutex::new(others),
             tally: Tally::default(),
             heat: OnceLock::new(),
         };
@@ -224,7 +234,7 @@ impl Native {
 
     /// From when this returns, neither a mark nor a bit of these units is left, in memory or on the medium. Returns how
     /// many the fast medium had.
-    async fn end_copies(&self, tier: &Tier, range: Range<u64>) -> Result<u64> {
+    pub(super) async fn end_copies(&self, tier: &Tier, range: Range<u64>) -> Result<u64> {
         let (copied, lost) = tier.with(|state| {
             for unit in Tier::within(&range, state.marks.iter(), |unit| state.marks.contains(unit)) {
                 state.marks.remove(&unit);
@@ -382,61 +392,6 @@ impl Native {
         }
     }
 
-    /// Begins a session with the fast medium, before the first promotion of an opening.
-    pub(super) async fn begin_fast(&self, tier: &Tier) -> Result<()> {
-        let context = || format!("{}: can't begin a session with its fast medium", self.engine.name);
-        self.begin_journal().await?;
-        let counted = tier.counts.load(SeqCst);
-        if !counted {
-            self.clear_all_bits().await.context(context)?;
-        }
-        let named = self.superblocks.lock().await.superblock.fast().and_then(|fast| fast.number);
-        let number = tier.row.draw(named.filter(|_| counted)).await?;
-        let under_way = UnderWay::begin(&self.engine.state, "a write of the superblock");
-        // The other copy, which the next write goes over, is needed until this one is durable.
-        let mut superblocks = self.superblocks.lock().await;
-        let before = superblocks.clone();
-        superblocks.superblock.begin_fast(number);
-        let written = superblocks.write(&*self.metadata).await;
-        if written.is_err() {
-            *superblocks = before;
-        }
-        under_way.end();
-        written.context(context)?;
-        self.flush_storage().await?; // commit point: the image names the new number
-        drop(superblocks);
-        tier.row.settle().await?;
-        if !counted {
-            tier.row.free_all();
-            tier.counts.store(true, SeqCst);
-        }
-        Ok(())
-    }
-
-    /// Clears bits that do not count, durably.
-    async fn clear_all_bits(&self) -> Result<()> {
-        let region = self.places.region(Region::Fast);
-        let mut set: Vec<ImageOffset> = Vec::new();
-        let mut page = region.start();
-        while page < region.end() {
-            self.find(|| self.home.word(page)).await?;
-            let words = (0..512).map(|word| page + word * 8);
-            set.extend(words.filter(|at| self.home.word(*at).is_ok_and(|word| word != 0)));
-            page += 4096;
-        }
-        for words in set.chunks(WORDS_AT_ONCE) {
-            let _gate = self.enter_transaction(WORD_COST * words.len() as u64).await?;
-            for at in words {
-                self.home.change(*at, |_| 0);
-            }
-        }
-        if !set.is_empty() {
-            self.engine.commits.note_change();
-            self.commit().await?; // commit point: no void bit is left to count again
-        }
-        Ok(())
-    }
-
     async fn promote_units(&self, tier: &Tier, promotion: &Promotion) -> Result<Promoted> {
         if self.engine.geometry.read_only {
             return Err(Error::new(ErrorKind::ReadOnly, format!("{} is open read-only", self.engine.name)));
@@ -464,9 +419,8 @@ impl Native {
                 if round.is_empty() {
                     continue;
                 }
-                if !*begun {
-                    self.begin_fast(tier).await?;
-                    *begun = true;
+                if !begun.session {
+                    self.begin_fast(tier, &mut begun).await?;
                 }
                 self.promote_round(tier, &round, promotion.reason, &mut done).await?;
                 self.engine.state.check_open()?;

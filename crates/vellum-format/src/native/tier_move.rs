@@ -1,7 +1,7 @@
 //! Units that only the fast medium has: their space in the image is free.
 //!
 //! ```text
-//!   move   copied, no snapshots ► first of an opening: session, row, both superblocks: from here on the medium must be there
+//!   move   copied, no snapshots ► first of an opening: a new session, row, both superblocks: from here on the medium must be there
 //!            ► claim ► image and copy read: the same? ► gate: still copied? entry = moved, stored unit freed    a commit follows
 //!   read   entry moved ► slots of the copy ──error──► an error
 //!   back   claim ► slots read ► fresh unit, checks ► gate: entry, bit cleared ► commit ► the slots are free
@@ -187,15 +187,21 @@ impl Native {
                     None => done.not_copied += 1,
                     Some(true) => done.there += 1,
                     Some(false) => {
-                        if !*begun {
-                            self.begin_fast(tier).await?;
-                            *begun = true;
+                        if !begun.moving {
+                            // Copies of the image that were made in a session of promotions have units of their own.
+                            self.begin_fast(tier, &mut begun).await?;
+                            begun.moving = true;
                         }
                         if !has_begun {
                             self.begin_moving(tier).await?;
                             has_begun = true;
                         }
-                        self.move_unit(tier, unit, &mut done).await?;
+                        let moved = self.move_unit(tier, unit, &mut done).await;
+                        if moved.as_ref().is_err_and(|error| error.kind() == ErrorKind::Corrupt) {
+                            // No promotion is under way. Guests read the image again.
+                            self.end_copies(tier, unit..unit + 1).await?;
+                        }
+                        moved?;
                         self.engine.state.check_open()?;
                     }
                 }
@@ -236,6 +242,7 @@ impl Native {
             let written = superblocks.write(&*self.metadata).await;
             if written.is_err() {
                 *superblocks = before; // the next write goes over the copy that may be torn
+                superblocks.superblock.has_moved = !has_moved; // and again both are written
             }
             under_way.end();
             written.context(context)?;
@@ -280,8 +287,8 @@ impl Native {
             let Some(now) = copied(state).filter(|now| Arc::ptr_eq(now, &slots)) else { return Ok(false) };
             if !is_same {
                 return Err(Error::corrupt(format!(
-                    "the copy of the disk at {:#x} on the fast medium is not what the image has: nothing is moved. `vellum tier \
-                     demote` takes the copy away",
+                    "the copy of the disk at {:#x} on the fast medium is not what the image has: it is taken away, and what comes \
+                     behind it is not moved. Look whether the medium fails, and move again",
                     span.start().bytes()
                 )));
             }

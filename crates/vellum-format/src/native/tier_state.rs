@@ -9,6 +9,7 @@ use vellum_core::{BlockSize, GuestSpan, Result};
 use crate::epochs::Epochs;
 use crate::fast::{OpenRow, Reason};
 use crate::hash::{HashMap, HashSet};
+use crate::session::SessionNumber;
 use crate::state::lock;
 
 use super::heat::Heat;
@@ -66,6 +67,18 @@ impl Tally {
     }
 }
 
+/// What an opening has begun with its fast medium.
+#[derive(Default)]
+pub(super) struct Begun {
+    /// A session.
+    pub(super) session: bool,
+    /// And one of its own before its first move.
+    pub(super) moving: bool,
+    /// The number of a session that the row has, and the image may have: a write of the superblock that failed may have
+    /// arrived. So another is not drawn in its place.
+    pub(super) drawn: Option<SessionNumber>,
+}
+
 /// The fast medium of an open image.
 pub(super) struct Tier {
     pub(super) row: OpenRow,
@@ -74,8 +87,12 @@ pub(super) struct Tier {
     /// How many units are in any list of the state. While there are none, requests do not look.
     pub(super) listed: AtomicUsize,
     pub(super) counts: AtomicBool,
-    /// Whether this opening has begun a session. Held by the one promotion that is under way.
-    pub(super) begun: async_lock::Mutex<bool>,
+    /// Held by the one promotion or move that is under way.
+    pub(super) begun: async_lock::Mutex<Begun>,
+    /// Whether this opening has begun a session: the row is its own, and no copy's of the image.
+    pub(super) has_session: AtomicBool,
+    /// Slots of the row that are not this image's. They are free when this opening has begun a session.
+    pub(super) others: Mutex<Vec<u32>>,
     pub(super) tally: Tally,
     /// Counted once that is asked for.
     pub(super) heat: OnceLock<Heat>,
@@ -152,8 +169,12 @@ impl Tier {
         }
     }
 
-    /// Frees the slots that are known to be unused.
+    /// Frees the slots that are known to be unused. While units of the disk are on the medium alone, and this opening has
+    /// not begun a session, it may be that of a copy of the image, whose slots are the image's too.
     pub(super) fn free_slots(&self) {
+        if self.row.is_needed() && !self.has_session.load(SeqCst) {
+            return;
+        }
         let free: Vec<Leaving> = self.with(|state| {
             let (free, stay) = std::mem::take(&mut state.leaving)
                 .into_iter()

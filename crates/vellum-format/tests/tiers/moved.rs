@@ -20,7 +20,7 @@ pub(crate) async fn move_away(disk: &Native, unit: u64) -> Result<Moved, String>
 }
 
 /// A disk of which the first unit is moved and the second one copied; closed.
-async fn moved(both: &Both) -> Trial {
+pub(crate) async fn moved(both: &Both) -> Trial {
     let disk = both.open(1).await?;
     for unit in 0..3 {
         put(&disk, unit, 1).await?;
@@ -33,11 +33,11 @@ async fn moved(both: &Both) -> Trial {
     disk.close().await.map_err(chain)
 }
 
-fn promotion_of(unit: u64) -> Promotion {
+pub(crate) fn promotion_of(unit: u64) -> Promotion {
     Promotion { ranges: vec![unit_span(unit)], reason: Reason::Asked, copies_base: false }
 }
 
-fn is_refused<T>(what: &str, done: Result<T, vellum_core::Error>, kind: ErrorKind) -> Trial {
+pub(crate) fn is_refused<T>(what: &str, done: Result<T, vellum_core::Error>, kind: ErrorKind) -> Trial {
     match done {
         Err(error) if error.kind() == kind => Ok(()),
         Err(error) => Err(format!("{what}: {}", error.chain())),
@@ -52,7 +52,7 @@ async fn is_sound(image: &Arc<Drive>) -> Trial {
     ensure(report.is_clean(), format!("{lines:?}"))
 }
 
-async fn open_with(
+pub(crate) async fn open_with(
     both: &Both,
     image: &Arc<Drive>,
     fast: Option<&Arc<Drive>>,
@@ -268,7 +268,7 @@ pub(crate) fn a_copy_from_before_the_move_takes_nothing_away() -> Trial {
     })
 }
 
-/// What the medium has is not what was copied: nothing is freed.
+/// What the medium has is not what was copied: nothing is freed, and the copy is not read any more.
 pub(crate) fn a_copy_that_is_not_the_same_is_not_the_only_one() -> Trial {
     let both = Both::new();
     both.world.run(async {
@@ -282,7 +282,8 @@ pub(crate) fn a_copy_that_is_not_the_same_is_not_the_only_one() -> Trial {
         let damaged = Drive::from_content(&both.world, content, DriveOptions::default());
         let disk = open_with(&both, &both.image, Some(&damaged), false).await.map_err(chain)?;
         is_refused("moved", disk.move_away(&[unit_span(0)]).await, ErrorKind::Corrupt)?;
-        ensure(disk.demote(&[unit_span(0)]).await.map_err(chain)? == 1, "it is taken away")?;
+        ensure(disk.demote(&[unit_span(0)]).await.map_err(chain)? == 0, "it was taken away")?;
+        ensure(disk.facts().units == 0, "it is read from the image")?;
         disk.close().await.map_err(chain)?;
         drop(disk);
         let disk = both.open_alone().await?;

@@ -89,7 +89,7 @@ impl Both {
     }
 
     /// Another image with a row on the medium. Nothing is open.
-    async fn another(&self, medium: &FastMedium) -> Result<Arc<Drive>, String> {
+    pub(crate) async fn another(&self, medium: &FastMedium) -> Result<Arc<Drive>, String> {
         let drive = Drive::new(&self.world, DriveOptions::default());
         let options = CreateOptions { uuid: Some([8; 16]), ..self.setup.create_options() };
         create_image(&*drive, &options).await.map_err(chain)?;

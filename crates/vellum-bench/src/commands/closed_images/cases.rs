@@ -189,7 +189,7 @@ pub(super) static CASES: &[Case] = &[
             theirs("commit -q -f qcow2 over.qcow2", "under.qcow2 over.qcow2"),
             theirs("commit -q -d -f qcow2 over.qcow2", "under.qcow2 over.qcow2"),
         ],
-        copies: &[("disk.qcow2", "under.qcow2"), ("over.kept", "over.qcow2")],
+        copies: &[("disk.qcow2", "under.qcow2"), ("kept/over-under.qcow2", "over.qcow2")],
         makes: &[],
     },
     Case {
@@ -198,7 +198,7 @@ pub(super) static CASES: &[Case] = &[
             ours("rebase -q -f qcow2 -b other.qcow2 -F qcow2 over.qcow2"),
             theirs("rebase -q -f qcow2 -b other.qcow2 -F qcow2 over.qcow2", "over.qcow2"),
         ],
-        copies: &[("over.disk", "over.qcow2")],
+        copies: &[("kept/over-disk.qcow2", "over.qcow2")],
         makes: &[],
     },
     Case {

@@ -30,10 +30,14 @@ pub(super) fn make(dir: &Path, size: u64, compressed: u64, full: u64) -> Result<
     qemu("convert -f raw -O qcow2 disk.raw disk.qcow2")?;
     // The same disk, but for a few places.
     copy(dir, "disk.qcow2", "other.qcow2")?;
-    for (over, under) in [("over.kept", "under.qcow2"), ("over.disk", "disk.qcow2")] {
+    // In a directory of their own, where no image is below them: who commits looks for others beside it.
+    fs::create_dir(dir.join("kept")).context(|| "can't make a directory")?;
+    for (over, under) in [("over-under.qcow2", "under.qcow2"), ("over-disk.qcow2", "disk.qcow2")] {
         copy(dir, "disk.qcow2", "under.qcow2")?;
         qemu(&format!("create -q -f qcow2 -b {under} -F qcow2 {over}"))?;
         change(dir, over, size, 4)?;
+        let kept = dir.join("kept").join(over);
+        fs::rename(dir.join(over), kept).context(|| format!("can't keep {over}"))?;
     }
     change(dir, "other.qcow2", size, 16)?;
     qemu(&format!("create -q -f qcow2 -o preallocation=metadata full.qcow2 {full}"))?;

@@ -32,7 +32,7 @@ pub struct MapRow {
     pub offset: Option<u64>,
     /// The file that has it: its name as it was requested, or as it is in the image above.
     #[serde(skip)]
-    pub file: Option<String>,
+    pub file: Option<Arc<str>>,
     /// The same, where the image has its data in several files, so that the offset alone does not say which.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub filename: Option<String>,
@@ -54,12 +54,12 @@ pub async fn map(
     let start = start.min(size);
     let len = len_max.unwrap_or(u64::MAX).min(size - start);
     let mut rest = GuestOffset::new(start).span(len);
-    let mut rows: Vec<MapRow> = Vec::new();
+    let (mut rows, mut names) = (Vec::new(), Names::default());
     while !rest.is_empty() {
         for extent in map_merged(chain.disk(), rest).await? {
             rest = GuestSpan::between(extent.span.end(), rest.end());
             for part in at_the_end_of_its_disk(&chain, extent) {
-                push(&mut rows, row(&chain, part));
+                push(&mut rows, row(&chain, part, &mut names));
             }
         }
     }
@@ -76,7 +76,7 @@ fn at_the_end_of_its_disk(chain: &Chain, extent: MergedExtent) -> impl Iterator<
     [MergedExtent { span: inside, ..extent }, behind].into_iter().filter(|part| !part.span.is_empty())
 }
 
-fn row(chain: &Chain, extent: MergedExtent) -> MapRow {
+fn row(chain: &Chain, extent: MergedExtent, names: &mut Names) -> MapRow {
     let (start, length) = (extent.span.start().bytes(), extent.span.len());
     let plain = MapRow {
         start,
@@ -94,9 +94,9 @@ fn row(chain: &Chain, extent: MergedExtent) -> MapRow {
         // As in qemu-img: a program that reads the file there finds other bytes.
         Place::Data { .. } if chain.member(extent.depth).head.is_encrypted() => plain,
         Place::Data { storage, at } => {
-            let file = Some(name(chain, extent.depth, &storage));
-            let filename = file.clone().filter(|_| !chain.member(extent.depth).parts.is_empty());
-            MapRow { offset: Some(at.bytes()), file, filename, ..plain }
+            let file = names.of(chain, extent.depth, storage);
+            let filename = (!chain.member(extent.depth).parts.is_empty()).then(|| file.to_string());
+            MapRow { offset: Some(at.bytes()), file: Some(file), filename, ..plain }
         }
         Place::Compressed => MapRow { compressed: true, ..plain },
         // What no image of the chain has is not present; zeros that an image recorded are.
@@ -105,6 +105,23 @@ fn row(chain: &Chain, extent: MergedExtent) -> MapRow {
             // A hole of a raw disk lies where it would have its bytes.
             let is_raw = chain.member(extent.depth).head.kind() == FormatKind::Raw;
             MapRow { zero: true, data: false, offset: is_raw.then_some(start), ..plain }
+        }
+    }
+}
+
+/// The name that was asked for last, and of what: there may be millions of extents, and there are few files.
+#[derive(Default)]
+struct Names(Option<(usize, SharedStorage, Arc<str>)>);
+
+impl Names {
+    fn of(&mut self, chain: &Chain, depth: usize, storage: SharedStorage) -> Arc<str> {
+        match &self.0 {
+            Some((same, file, name)) if *same == depth && Arc::ptr_eq(file, &storage) => name.clone(),
+            _ => {
+                let name: Arc<str> = name(chain, depth, &storage).into();
+                self.0 = Some((depth, storage, name.clone()));
+                name
+            }
         }
     }
 }

@@ -165,6 +165,16 @@ impl Entries {
         Ok(ClusterState::Plain(Units { host, copied, alloc, zero }))
     }
 
+    /// The entry of a cluster that lies behind the one of this entry, all of both in use; `None` where that says too little.
+    pub(crate) fn next_to(self, (word, bitmap): Words) -> Option<Words> {
+        let place = word & OFFSET_MASK;
+        let has_bytes = word & COMPRESSED == 0 && !(self.zero_flag && word & ZERO != 0) && place != 0;
+        let is_simple =
+            has_bytes && !self.extended && !self.data_file && place & (self.cluster.bytes() - 1) == 0;
+        let next = place + self.cluster.bytes();
+        (is_simple && next & !OFFSET_MASK == 0).then_some((word & !OFFSET_MASK | next, bitmap))
+    }
+
     /// A data file holds each cluster at the guest's own offset. An entry that says otherwise gives two guest
     /// clusters one place, and no refcount shows that.
     pub(crate) fn check_place(self, cluster: GuestCluster, state: ClusterState) -> Result<()> {
@@ -303,6 +313,27 @@ mod tests {
             assert_eq!(entries(false).decode((word | bit, 0)).unwrap(), plain(0x5_0000, true, 1, 0));
         }
         assert_eq!(entries(false).reserved((0x5_0001 | COPIED, 0)), 0);
+    }
+
+    #[test]
+    fn an_entry_and_the_next_one_name_neighbours() {
+        let standard = entries(false);
+        let last = OFFSET_MASK & !0xffff;
+        for word in [0x5_0000, 0x5_0000 | COPIED, 0x5_0000 | COPIED | 1 << 57, last - 0x1_0000] {
+            let next = standard.next_to((word, 0)).expect("it is simple");
+            let [Ok(ClusterState::Plain(one)), Ok(ClusterState::Plain(two))] =
+                [(word, 0), next].map(|words| standard.decode(words))
+            else {
+                panic!("{word:#x}")
+            };
+            assert_eq!(two.host, one.host.map(|host| host + 0x1_0000), "{word:#x}");
+            assert_eq!(Units { host: one.host, ..two }, one, "{word:#x}");
+        }
+        for word in [0, 1, COPIED, 0x5_0001 | COPIED, COMPRESSED | 0x1234, 0x5_0200 | COPIED, last | COPIED] {
+            assert_eq!(standard.next_to((word, 0)), None, "{word:#x}");
+        }
+        assert_eq!(entries(true).next_to((0x5_0000 | COPIED, u64::from(u32::MAX))), None);
+        assert_eq!(Entries { data_file: true, ..standard }.next_to((0x5_0000 | COPIED, 0)), None);
     }
 
     #[test]

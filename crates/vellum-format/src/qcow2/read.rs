@@ -94,13 +94,51 @@ impl Qcow2 {
                 continue;
             }
             let (now, later) = self.first_part(rest);
-            match self.lookup(self.cluster.cluster_of(now.start()))? {
-                Ok(state) => self.cut_cluster(now, state, parts),
-                Err(missing) => return Ok(Err((rest, missing))),
+            if later.is_empty() {
+                match self.lookup(self.cluster.cluster_of(now.start()))? {
+                    Ok(state) => self.cut_cluster(now, state, parts),
+                    Err(missing) => return Ok(Err((rest, missing))),
+                }
+                break;
             }
-            rest = later;
+            rest = match self.cut_page(rest, parts)? {
+                Ok(later) => later,
+                Err(missing) => return Ok(Err((rest, missing))),
+            };
         }
         Ok(Ok(()))
+    }
+
+    /// As above, as far as one page of the mapping reaches; returns the rest. The run begins under a table. The page is found
+    /// once, and where a cluster lies behind the one before, as most do, no entry is decoded.
+    ///
+    /// A page that is evicted meanwhile still says where the bytes were when this began.
+    fn cut_page(&self, span: GuestSpan, parts: &mut Parts) -> Result<Result<GuestSpan, Missing>> {
+        let slot = self.mapping.slot(self.cluster.cluster_of(span.start()));
+        let Some(page) = self.mapping.page(slot.page) else { return Ok(Err(Missing(slot.page))) };
+        let page = page.as_ref().expect("a found page is there");
+        let step = self.cluster.bytes();
+        let mut rest = span;
+        let mut next = None;
+        for index in slot.index..page.entries() {
+            if rest.is_empty() {
+                break;
+            }
+            let words = page.entry(index);
+            if next == Some(words)
+                && rest.len() >= step
+                && let Some(last) = parts.last_mut()
+            {
+                last.len += step;
+                (_, rest) = rest.split_at(step);
+            } else {
+                let (now, later) = self.first_part(rest);
+                self.cut_cluster(now, self.decode(self.cluster.cluster_of(now.start()), words)?, parts);
+                rest = later;
+            }
+            next = self.entries.next_to(words);
+        }
+        Ok(Ok(rest))
     }
 
     pub(crate) async fn read_span(&self, span: GuestSpan, mut buffer: Buffer) -> Result<Buffer> {

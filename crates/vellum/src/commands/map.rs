@@ -9,7 +9,7 @@ use vellum_daemon::{ImageOptions, IoMode, run as run_worker};
 
 use super::{Outcome, or_share};
 use crate::args::{OutputFormat, ReadArgs, parse_size};
-use crate::output::{printable, say};
+use crate::output::{printable, say, say_piece};
 
 /// Show where each part of a disk is stored: in which image, at which offset
 #[derive(clap::Args)]
@@ -40,9 +40,15 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let rows = run_worker(IoMode::Auto, look)?.map_err(or_share)?;
     match args.output {
         OutputFormat::Json => {
-            let lines: Vec<String> =
-                rows.iter().map(|row| serde_json::to_string(row).expect("numbers")).collect();
-            say(&format!("[{}]", lines.join(",\n")));
+            // There may be millions of them.
+            let mut text = Vec::with_capacity(rows.len() * 128);
+            for (index, row) in rows.iter().enumerate() {
+                text.extend_from_slice(if index == 0 { b"[" } else { b",\n" });
+                serde_json::to_writer(&mut text, row).expect("numbers, in memory");
+            }
+            text.extend_from_slice(if rows.is_empty() { b"[]" } else { b"]" });
+            text.push(b'\n');
+            say_piece(std::str::from_utf8(&text).expect("JSON is text"));
         }
         OutputFormat::Human => {
             let cannot =

@@ -33,6 +33,9 @@ use crate::create::refuse_moved;
 use crate::image::{ImageOptions, open_file, open_image};
 use crate::signals::Stop;
 
+/// No guest waits for the images meanwhile. Each piece is a mebibyte of memory.
+const PIECES_AT_ONCE: usize = 8;
+
 /// What is written where.
 #[derive(Debug, Clone, Default)]
 pub struct Commit {
@@ -157,6 +160,10 @@ impl Steering for Stopping<'_> {
             true => Err(Error::new(ErrorKind::Closed, "stopped by a signal")),
             false => Ok(()),
         }))
+    }
+
+    fn pieces_at_once(&self) -> usize {
+        PIECES_AT_ONCE
     }
 }
 
@@ -298,7 +305,7 @@ pub(crate) async fn enlarge_base(plan: &Plan, options: &ImageOptions) -> Result<
 /// The base for writing, large enough.
 async fn open_base(plan: &Plan, options: &ImageOptions) -> Result<Chain> {
     enlarge_base(plan, options).await?;
-    let writing = ImageOptions { format: Some(plan.format), ..options.clone() };
+    let writing = ImageOptions { format: Some(plan.format), writes_direct: true, ..options.clone() };
     open_image(&plan.base, &writing).await
 }
 

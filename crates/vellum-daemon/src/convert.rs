@@ -9,7 +9,8 @@
 //!
 //! What a conversion that fails leaves behind is never taken for a whole image: a draft is removed, a new file
 //! in place is emptied. The error says which, and what is left. One that ends well is durable, unless its caller wants no
-//! flushes.
+//! flushes. A draft is flushed once, when it is whole and closed: nobody recovers one that is not. Everything else is flushed
+//! as its format needs.
 
 use std::cell::Cell;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -57,6 +58,8 @@ pub struct Conversion {
     pub remote_timeout: Option<Duration>,
     /// Past the page cache.
     pub direct: bool,
+    /// A raw target is written past the page cache where its file system can do that.
+    pub writes_direct: bool,
     /// Nothing is flushed: a crash of the machine after the end may leave a part of the copy under the target's name.
     pub never_flushed: bool,
     /// Pieces in flight at once, at least one.
@@ -220,6 +223,24 @@ impl Copying<'_> {
         self.draft.map_or(&self.how.target, Draft::path)
     }
 
+    /// Whether the target is written past the page cache, where that can be done.
+    fn writes_direct(&self) -> bool {
+        self.how.writes_direct && self.how.format == FormatKind::Raw
+    }
+
+    /// Whether several pieces are written at once. Other formats lay out what is written while they write it, and are to do that
+    /// in the order of the disk: one piece after the other, which the page cache takes sooner than a device.
+    fn overlaps(&self) -> bool {
+        self.how.format == FormatKind::Raw && (self.how.direct || self.how.writes_direct)
+    }
+
+    /// Whether what is written is not to be flushed by those who write it: a draft all of which is one file is flushed before it
+    /// gets its name, or nothing is.
+    fn is_flushed_elsewhere(&self) -> bool {
+        let is_one_file = self.how.qcow2.data_file.is_none();
+        self.how.never_flushed || self.draft.is_some() && is_one_file
+    }
+
     async fn make_and_fill(&self, source: &SharedDisk, new_size: u64, stop: &mut Stop) -> Result<()> {
         if !self.how.fills_existing {
             let made = stop.or_stopped(self.make(new_size)).await;
@@ -252,11 +273,11 @@ impl Copying<'_> {
             trust_base: false,
             secrets: self.how.secrets.clone(),
             stands_on_encrypted: Arc::default(),
-            never_flushed: self.how.never_flushed,
+            never_flushed: self.is_flushed_elsewhere(),
         };
         match self.how.format {
             FormatKind::Raw => {
-                new_raw(self.path(), size, self.how.qcow2.preallocation, self.how.never_flushed).await
+                new_raw(self.path(), size, self.how.qcow2.preallocation, self.is_flushed_elsewhere()).await
             }
             FormatKind::Qcow2 => create_qcow2(&target, self.how.qcow2.clone()).await.map(drop),
             FormatKind::Native => create_native(&target, self.how.native.clone()).await.map(drop),
@@ -273,7 +294,8 @@ impl Copying<'_> {
         let options = ImageOptions {
             format: Some(how.format),
             direct: how.direct,
-            never_flushed: how.never_flushed,
+            writes_direct: self.writes_direct(),
+            never_flushed: self.is_flushed_elsewhere(),
             allow_dirs: how.allow_dirs.iter().cloned().chain(beside).collect(),
             remote_timeout: how.remote_timeout,
             secrets: how.secrets.clone(),
@@ -308,6 +330,7 @@ impl Copying<'_> {
             target_is_zero: is_fresh && how.backing.is_none() || how.target_is_zero,
             skips_same: how.backing.is_some(),
             out_of_order: how.out_of_order,
+            overlaps: self.overlaps(),
             compression,
             rate: how.rate,
             stop: &stop.flag,

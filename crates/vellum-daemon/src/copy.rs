@@ -11,20 +11,24 @@
 //! 4. Into a target that compresses, whole blocks of it are copied. They are compressed where long computations run,
 //!    several pieces at a time, and written many at a time, so that they lie close together.
 //! 5. What the target reads as already is not written, where that is asked for: the target is read, and compared.
-//! 6. By default pieces are read several at a time and written one after the other, in the order of the disk:
-//!    a format that allocates on write then lays the copy out in that order.
+//! 6. By default pieces are read several at a time, and their writes begin one after the other, in the order of the disk: a
+//!    format that allocates on write then lays the copy out in that order. Where writes overlap, what has begun need not have
+//!    ended before the next begins, but for the very first write, which marks the target as in use and lays out what comes with
+//!    that; of a piece that is cut into many runs the first ones count.
+//! 7. A copy has at most `pieces_at_once` pieces in memory, and where it compresses as many batches of compressed data.
 
 mod compared;
-mod differing;
+pub(crate) mod differing;
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::future::poll_fn;
+use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Poll, Waker};
 use std::time::Duration;
 
-use futures_lite::future::or;
+use futures_lite::future::{or, poll_once};
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use vellum_core::{
@@ -35,10 +39,10 @@ use vellum_format::image::{BlockContent, Compressing, PackedBlock};
 use vellum_io::clock;
 
 pub use compared::{Comparison, compare, compare_strictly};
-use differing::{differences, write_runs};
+use differing::{RUNS_AT_ONCE, differences, write_runs};
 
 /// Bytes copied as one piece. No cluster that is compressed is larger.
-const PIECE: u64 = 2 << 20;
+const PIECE: BlockSize = BlockSize::from_shift(21);
 
 /// Compressed data is written when there is this much of it, in bytes: all of it lies together, and what is left of its
 /// last cluster stays free.
@@ -63,6 +67,9 @@ pub struct CopyOptions<'a> {
     pub skips_same: bool,
     /// Pieces may be written in any order.
     pub out_of_order: bool,
+    /// Pieces that are written in order need not end in order. It is faster where a write waits for a device, and slower where the
+    /// page cache takes it: there the kernel takes one at a time, and those that wait cost time.
+    pub overlaps: bool,
     /// Data is compressed by this, which is the target's own.
     pub compression: Option<CopyCompression<'a>>,
     /// Write at most this many bytes a second, zeros not counted.
@@ -78,6 +85,12 @@ pub struct CopyCompression<'a> {
     pub target: &'a dyn Compressing,
     /// From fast to small; what is usual, when not given.
     pub level: Option<i32>,
+}
+
+impl CopyOptions<'_> {
+    fn runs_at_once(&self) -> usize {
+        if self.overlaps { RUNS_AT_ONCE } else { 1 }
+    }
 }
 
 /// Copies all of `source` to the front of `target`, which is at least as long. `progress` gets the bytes
@@ -97,7 +110,7 @@ pub async fn copy(
     let pacer = Pacer::new(options.rate);
     let piece = |piece: Piece| {
         // Taken here, where pieces come in order, and not when the work is first polled.
-        let place = (!options.out_of_order).then(|| queue.join());
+        let place = (!options.out_of_order).then(|| queue.join(options.overlaps));
         let (batch, pacer) = (&batch, &pacer);
         async move {
             if !piece.is_zero {
@@ -113,7 +126,8 @@ pub async fn copy(
     };
     let unit = options.compression.map_or(ANY_UNIT, |compression| compression.target.block());
     let all = GuestOffset::ZERO.span(size);
-    in_pieces(&[source], all, unit, options.pieces_at_once, options.stop, progress, piece).await?;
+    let cut = Cut { unit, most: PIECE.max(unit) };
+    in_pieces(&[source], all, cut, options.pieces_at_once, options.stop, progress, piece).await?;
     if let Some(compression) = options.compression {
         batch.write(compression.target).await?;
     }
@@ -134,9 +148,11 @@ async fn copy_piece(
         }
     };
     if options.skips_same {
-        let runs = or(differences(source, target, piece), stopped(options.stop)).await?;
+        // Whole blocks of the target, so that none of them is filled from below.
+        let unit = target.geometry().preferred_size;
+        let runs = or(differences(source, target, piece, unit), stopped(options.stop)).await?;
         turn().await;
-        return write_runs(target, runs).await.map(|()| None);
+        return begun_in_turn(place, write_runs(target, runs, options.runs_at_once())).await.map(|()| None);
     }
     if piece.is_zero && options.sparse_bytes == 0 {
         turn().await;
@@ -154,19 +170,24 @@ async fn copy_piece(
         return Ok(None);
     }
     let data = or(read_piece(source, span), stopped(options.stop)).await?;
+    let mut runs = cut_zeros(span, data, options.sparse_bytes);
+    runs.retain(|(_, data)| data.is_some() || !options.target_is_zero);
     turn().await;
-    for (part, data) in cut_zeros(span, data, options.sparse_bytes) {
-        let context = || format!("can't write {} bytes at {}", part.len(), part.start());
-        match data {
-            Some(data) => target.write(part.start(), data, WriteFlags::default()).await.context(context)?,
-            None if options.target_is_zero => {}
-            None => {
-                let flags = ZeroFlags { may_unmap: true, ..ZeroFlags::default() };
-                target.write_zeroes(part, flags).await.context(context)?;
-            }
+    begun_in_turn(place, write_runs(target, runs, options.runs_at_once())).await.map(|()| None)
+}
+
+/// Does the work, and lets the next member of the queue act as soon as it has begun.
+async fn begun_in_turn<T>(place: Option<QueuePlace<'_>>, work: impl Future<Output = T>) -> T {
+    let mut work = pin!(work);
+    let Some(place) = place else { return work.await };
+    if place.overlaps() {
+        let begun = poll_once(work.as_mut()).await;
+        drop(place);
+        if let Some(done) = begun {
+            return done;
         }
     }
-    Ok(None)
+    work.await
 }
 
 /// Holds data back, so that no more of it passes in a second than is allowed.
@@ -199,7 +220,7 @@ impl Pacer {
 struct Batch(RefCell<(Vec<PackedBlock>, usize)>);
 
 impl Batch {
-    /// Adds one. Returns whether the batch should be written.
+    /// Adds one. Returns whether the batch should be written now.
     fn add(&self, block: PackedBlock) -> bool {
         let mut batch = self.0.borrow_mut();
         batch.1 += match &block.content {
@@ -210,17 +231,33 @@ impl Batch {
         batch.1 >= BATCH_BYTES || batch.0.len() >= BATCH_BLOCKS
     }
 
-    async fn add_all(&self, blocks: Vec<PackedBlock>, target: &dyn Compressing) -> Result<()> {
+    /// Adds them. What is full then is written by the future.
+    fn add_all<'a>(
+        &self,
+        blocks: Vec<PackedBlock>,
+        target: &'a dyn Compressing,
+    ) -> impl Future<Output = Result<()>> + use<'a> {
+        let mut full = Vec::new();
         for block in blocks {
             if self.add(block) {
-                self.write(target).await?;
+                full.push(self.0.take().0);
             }
         }
-        Ok(())
+        async move {
+            for blocks in full {
+                Self::write_all(blocks, target).await?;
+            }
+            Ok(())
+        }
     }
 
+    /// Writes what is left.
     async fn write(&self, target: &dyn Compressing) -> Result<()> {
         let (blocks, _) = self.0.take();
+        Self::write_all(blocks, target).await
+    }
+
+    async fn write_all(blocks: Vec<PackedBlock>, target: &dyn Compressing) -> Result<()> {
         match blocks.first().map(|block| block.at) {
             None => Ok(()),
             Some(at) => target
@@ -251,7 +288,7 @@ async fn compress_piece(
     if let Some(place) = place.as_ref().filter(|_| is_long) {
         place.comes().await;
     }
-    for part in BlockSize::from_bytes(PIECE).expect("a power of two").pieces_of(piece.span) {
+    for part in PIECE.pieces_of(piece.span) {
         let mut data = or(read_piece(source, part), stopped(options.stop)).await?;
         let mut blocks = Vec::new();
         for block in compression.target.block().pieces_of(part) {
@@ -269,13 +306,17 @@ async fn compress_piece(
     if let Some(place) = &place {
         place.comes().await;
     }
-    batch.add_all(packed, compression.target).await?;
-    for span in zeros.into_iter().filter(|_| !options.target_is_zero) {
-        let flags = ZeroFlags { may_unmap: true, ..ZeroFlags::default() };
-        let context = || format!("can't write zeros at {}", span.start());
-        target.write_zeroes(span, flags).await.context(context)?;
+    let write = batch.add_all(packed, compression.target);
+    if options.target_is_zero {
+        zeros.clear();
     }
-    Ok(None)
+    let zeros = zeros.into_iter().map(|span| (span, None)).collect();
+    begun_in_turn(place, async move {
+        write.await?;
+        write_runs(target, zeros, options.runs_at_once()).await
+    })
+    .await
+    .map(|()| None)
 }
 
 /// The members act one after the other, in the order in which they joined.
@@ -287,19 +328,22 @@ struct Queue {
     /// The members that left before it was their turn.
     gone: RefCell<BTreeSet<u64>>,
     waiting: RefCell<BTreeMap<u64, Waker>>,
+    /// Whether one of them has acted, so that those that may overlap do.
+    has_acted: Cell<bool>,
 }
 
 /// A place in a queue; when it is dropped the next one acts.
 struct QueuePlace<'a> {
     queue: &'a Queue,
     number: u64,
+    may_overlap: bool,
 }
 
 impl Queue {
-    fn join(&self) -> QueuePlace<'_> {
+    fn join(&self, may_overlap: bool) -> QueuePlace<'_> {
         let number = self.joined.get();
         self.joined.set(number + 1);
-        QueuePlace { queue: self, number }
+        QueuePlace { queue: self, number, may_overlap }
     }
 
     fn leave(&self, number: u64) {
@@ -324,6 +368,11 @@ impl QueuePlace<'_> {
             Poll::Pending
         })
         .await;
+    }
+
+    /// Whether the next one may act while this one is still at work. The first that asks is to be alone.
+    fn overlaps(&self) -> bool {
+        self.queue.has_acted.replace(true) && self.may_overlap
     }
 }
 
@@ -413,7 +462,7 @@ pub async fn find_zeros(
         found.borrow_mut().extend(zeros.map(|(span, _)| (span.start(), span)));
         Ok(None)
     };
-    in_pieces(&[disk], all, ANY_UNIT, pieces_at_once, stop, progress, piece).await?;
+    in_pieces(&[disk], all, Cut::at_most(PIECE), pieces_at_once, stop, progress, piece).await?;
     let mut merged: Vec<GuestSpan> = Vec::new();
     for span in found.into_inner().into_values() {
         match merged.last_mut().filter(|last| last.end() == span.start()) {
@@ -433,21 +482,37 @@ pub async fn find_zeros(
 
 /// A run of the disk that is handled at once.
 #[derive(Debug, Clone, Copy)]
-struct Piece {
-    span: GuestSpan,
+pub(crate) struct Piece {
+    pub(crate) span: GuestSpan,
     /// By the maps of all disks it reads as zero.
-    is_zero: bool,
+    pub(crate) is_zero: bool,
+}
+
+/// How a disk is cut into pieces.
+#[derive(Debug, Clone, Copy)]
+struct Cut {
+    /// All but the last begin and end at multiples of this.
+    unit: BlockSize,
+    /// What must be read has at most this many bytes.
+    most: BlockSize,
 }
 
 /// Pieces may begin and end anywhere.
 const ANY_UNIT: BlockSize = BlockSize::from_shift(0);
 
-/// Walks the run in pieces, several at a time. All but the last begin and end at multiples of the unit. Stops at the first error, and at the lowest piece for which
-/// `act` returns a value, which is the result.
+impl Cut {
+    /// Pieces of so many bytes, which may begin and end anywhere.
+    const fn at_most(most: BlockSize) -> Self {
+        Self { unit: ANY_UNIT, most }
+    }
+}
+
+/// Walks the run in pieces, several at a time. Stops at the first error, and at the lowest piece for which `act` returns a
+/// value, which is the result.
 async fn in_pieces<'a, F>(
     disks: &[&SharedDisk],
     span: GuestSpan,
-    unit: BlockSize,
+    cut: Cut,
     at_once: usize,
     stop: &AtomicBool,
     progress: &dyn Fn(u64),
@@ -465,7 +530,7 @@ where
     loop {
         let goes_on = matches!(outcome, Ok(None)) && !stop.load(Ordering::Relaxed);
         while goes_on && running.len() < at_once.max(1) && !rest.is_empty() {
-            let piece = match next_piece(disks, rest, unit, &mut known).await {
+            let piece = match next_piece(disks, rest, cut, &mut known).await {
                 Ok(piece) => piece,
                 Err(error) => {
                     outcome = Err(error);
@@ -491,21 +556,19 @@ where
     outcome
 }
 
-/// The next piece of the run: as much of it as is in one kind, at most [`PIECE`] bytes, or a unit, where something must
-/// be read.
+/// The next piece of the run: as much of it as is in one kind.
 async fn next_piece(
     disks: &[&SharedDisk],
     rest: GuestSpan,
-    unit: BlockSize,
+    cut: Cut,
     known: &mut Vec<(GuestSpan, bool)>,
 ) -> Result<Piece> {
     if known.is_empty() {
-        *known = in_units(zero_runs(disks, rest).await?, unit, rest.end());
+        *known = in_units(zero_runs(disks, rest).await?, cut.unit, rest.end());
         known.reverse();
     }
     let (run, is_zero) = known.pop().expect("a map is not empty");
-    let piece = PIECE.max(unit.bytes());
-    let longest = if is_zero { u64::MAX } else { piece - run.start().bytes() % piece };
+    let longest = if is_zero { u64::MAX } else { cut.most.bytes() - cut.most.within(run.start()) };
     let (span, later) = run.split_at(longest);
     if !later.is_empty() {
         known.push((later, is_zero));
@@ -583,157 +646,4 @@ pub(crate) async fn zero_runs(disks: &[&SharedDisk], span: GuestSpan) -> Result<
 }
 
 #[cfg(test)]
-mod tests {
-    use std::cell::Cell;
-
-    use futures_lite::future::block_on;
-    use vellum_core::{CheckedDisk, MemoryDisk, Random};
-
-    use super::*;
-
-    fn patchy(size: usize, seed: u64) -> Vec<u8> {
-        let mut random = Random::from_seed(seed);
-        let mut bytes = vec![0; size];
-        for _ in 0..20 {
-            let at = random.index(size);
-            let len = random.index(100_000).min(size - at);
-            random.fill(&mut bytes[at..at + len]);
-        }
-        bytes
-    }
-
-    fn options(stop: &AtomicBool) -> CopyOptions<'_> {
-        CopyOptions {
-            pieces_at_once: 8,
-            sparse_bytes: 4096,
-            target_is_zero: true,
-            skips_same: false,
-            out_of_order: false,
-            compression: None,
-            rate: None,
-            stop,
-        }
-    }
-
-    #[test]
-    fn a_copy_is_identical_and_sparse() {
-        let size = 20 << 20;
-        let bytes = patchy(size, 1);
-        let source: SharedDisk = MemoryDisk::holding(&bytes);
-        let target = CheckedDisk::new(MemoryDisk::new(size as u64));
-        let shared: SharedDisk = target.clone();
-        let stop = AtomicBool::new(false);
-        let done = Cell::new(0);
-        block_on(copy(&source, &shared, options(&stop), &|bytes| done.set(bytes))).unwrap();
-        assert_eq!(done.get(), size as u64);
-        assert_eq!(block_on(compare(&source, &shared, 4, &stop, &|_| {})).unwrap(), Comparison::Identical);
-        let written = target.counts().bytes_written;
-        assert!(written < 4 << 20, "{written} bytes were written of about 1 MiB that is not zero");
-        assert_eq!(target.counts().flushes, 1);
-    }
-
-    #[test]
-    fn what_the_target_reads_as_already_is_not_written() {
-        let size = 9 << 20;
-        let below = patchy(size, 1);
-        let mut wanted = below.clone();
-        wanted[1 << 20..3 << 20].fill(0);
-        wanted[5_000_000..5_000_100].fill(3);
-        let source: SharedDisk = MemoryDisk::holding(&wanted);
-        let base: SharedDisk = MemoryDisk::holding(&below);
-        let target = CheckedDisk::new(MemoryDisk::over(size as u64, Some(base)));
-        let shared: SharedDisk = target.clone();
-        let stop = AtomicBool::new(false);
-        let how = CopyOptions { skips_same: true, target_is_zero: false, ..options(&stop) };
-        block_on(copy(&source, &shared, how, &|_| {})).unwrap();
-        assert_eq!(block_on(compare(&source, &shared, 4, &stop, &|_| {})).unwrap(), Comparison::Identical);
-        let written = target.counts().bytes_written;
-        assert!((100..=8192).contains(&written), "{written}");
-    }
-
-    #[test]
-    fn runs_are_cut_to_whole_units() {
-        let unit = BlockSize::from_shift(4);
-        let run = |start: u64, end: u64, zero| {
-            (GuestSpan::between(GuestOffset::new(start), GuestOffset::new(end)), zero)
-        };
-        let table = [
-            (vec![run(0, 100, true)], vec![run(0, 100, true)]),
-            (vec![run(0, 90, true)], vec![run(0, 80, true)]),
-            (
-                vec![run(0, 5, true), run(5, 9, false), run(9, 100, true)],
-                vec![run(0, 16, false), run(16, 100, true)],
-            ),
-            (vec![run(0, 33, false), run(33, 70, true)], vec![run(0, 48, false), run(48, 64, true)]),
-            (vec![run(0, 8, false), run(8, 24, true), run(24, 40, false)], vec![run(0, 48, false)]),
-            (vec![run(32, 40, true)], vec![run(32, 48, false)]),
-            (vec![run(96, 99, true), run(99, 100, false)], vec![run(96, 100, false)]),
-            (
-                vec![run(0, 17, true), run(17, 18, true), run(18, 98, false)],
-                vec![run(0, 16, true), run(16, 100, false)],
-            ),
-        ];
-        for (runs, expected) in table {
-            assert_eq!(in_units(runs.clone(), unit, GuestOffset::new(100)), expected, "{runs:?}");
-            let same = in_units(runs.clone(), ANY_UNIT, GuestOffset::new(100));
-            let merged = runs.windows(2).any(|pair| pair[0].1 == pair[1].1);
-            assert!(merged || same == runs, "{same:?}");
-        }
-    }
-
-    #[test]
-    fn zeros_are_found_in_whole_units() {
-        let mut bytes = vec![0; (5 << 20) + 512];
-        bytes[4096] = 1;
-        bytes[12_287] = 1;
-        bytes[3 << 20..(3 << 20) + 512].fill(1);
-        let disk: SharedDisk = MemoryDisk::holding(&bytes);
-        let stop = AtomicBool::new(false);
-        let found = block_on(find_zeros(&disk, 4096, 3, &stop, &|_| {})).unwrap();
-        let found: Vec<_> = found.iter().map(|run| (run.start().bytes(), run.end().bytes())).collect();
-        let mib = 1 << 20;
-        assert_eq!(found, [(0, 4096), (12_288, 3 * mib), (3 * mib + 4096, 5 * mib + 512)]);
-    }
-
-    #[test]
-    fn a_target_that_holds_something_is_overwritten_with_zeros() {
-        let size = 5 << 20;
-        let bytes = patchy(size, 2);
-        let source: SharedDisk = MemoryDisk::holding(&bytes);
-        let target: SharedDisk = MemoryDisk::holding(&vec![7; size]);
-        let stop = AtomicBool::new(false);
-        let options = CopyOptions { target_is_zero: false, ..options(&stop) };
-        block_on(copy(&source, &target, options, &|_| {})).unwrap();
-        assert_eq!(block_on(compare(&source, &target, 4, &stop, &|_| {})).unwrap(), Comparison::Identical);
-    }
-
-    #[test]
-    fn the_first_difference_is_found_and_a_longer_disk_may_end_in_zeros() {
-        let bytes = patchy(9 << 20, 3);
-        let mut other = bytes.clone();
-        other[8_000_001] ^= 1;
-        other[8_900_000] ^= 1;
-        let first: SharedDisk = MemoryDisk::holding(&bytes);
-        let second: SharedDisk = MemoryDisk::holding(&other);
-        let stop = AtomicBool::new(false);
-        let run = |a, b| block_on(compare(a, b, 8, &stop, &|_| {})).unwrap();
-        assert_eq!(run(&first, &second), Comparison::DiffersAt(GuestOffset::new(8_000_001)));
-        let mut longer = bytes.clone();
-        longer.resize(12 << 20, 0);
-        let third: SharedDisk = MemoryDisk::holding(&longer);
-        assert_eq!(run(&first, &third), Comparison::Identical);
-        longer[(11 << 20) + 5] = 1;
-        let fourth: SharedDisk = MemoryDisk::holding(&longer);
-        assert_eq!(run(&fourth, &first), Comparison::DiffersAt(GuestOffset::new((11 << 20) + 5)));
-    }
-
-    #[test]
-    fn a_copy_that_is_stopped_says_so() {
-        let source: SharedDisk = MemoryDisk::holding(&[1; 40 << 20]);
-        let target: SharedDisk = MemoryDisk::new(40 << 20);
-        let stop = AtomicBool::new(false);
-        let progress = |_| stop.store(true, Ordering::Relaxed);
-        let error = block_on(copy(&source, &target, options(&stop), &progress)).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Closed);
-    }
-}
+mod tests;

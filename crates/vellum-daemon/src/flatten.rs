@@ -99,6 +99,7 @@ async fn flatten_open(
         sparse_bytes: SPARSE_BYTES,
         target_is_zero: true,
         skips_same: false,
+        overlaps: false,
         out_of_order: false,
         compression: None,
         rate: None,

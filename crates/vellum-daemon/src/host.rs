@@ -24,6 +24,8 @@ use vellum_remote::{Opened, RemoteOptions};
 pub struct HostOptions {
     /// Past the page cache (O_DIRECT).
     pub direct: bool,
+    /// What is written, past the page cache where its file system can do that.
+    pub writes_direct: bool,
     /// What is written is never flushed.
     pub never_flushed: bool,
     /// Others may write what is read.
@@ -203,15 +205,23 @@ impl Opener for Host {
         };
         // The path was checked, so exactly the file there must be opened: not the target of a link that was
         // created since.
+        let is_wish = self.options.writes_direct && writable && !self.options.direct;
         let options = OpenOptions {
             writable,
-            direct: self.options.direct,
+            direct: self.options.direct || is_wish,
             never_flushed: self.options.never_flushed && writable,
             lock,
             without_links: true,
             ..OpenOptions::default()
         };
-        Box::pin(async move { Ok(File::open(canonical, options).await? as SharedStorage) })
+        Box::pin(async move {
+            match File::open(canonical, options).await {
+                Err(error) if is_wish && error.kind() == ErrorKind::Unsupported => {
+                    Ok(File::open(canonical, options.direct(false)).await? as SharedStorage)
+                }
+                opened => Ok(opened? as SharedStorage),
+            }
+        })
     }
 
     fn stated_format(&self, canonical: &Path) -> Option<FormatKind> {

@@ -32,6 +32,8 @@ pub struct ImageOptions {
     pub force_share: bool,
     /// Past the page cache.
     pub direct: bool,
+    /// What is written, past the page cache where its file system can do that.
+    pub writes_direct: bool,
     /// What is written is never flushed: a crash of the machine may ruin the image.
     pub never_flushed: bool,
     /// This internal snapshot.
@@ -92,6 +94,7 @@ impl ImageOptions {
         }
         Ok(Host::new(HostOptions {
             direct: self.direct,
+            writes_direct: self.writes_direct,
             never_flushed: self.never_flushed,
             force_share: self.force_share,
             asks_remote: self.asks_remote.clone(),

@@ -18,24 +18,26 @@
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use futures_util::StreamExt;
+use futures_util::stream::FuturesUnordered;
 use vellum_core::pin::Pin;
-use vellum_core::{
-    Buffer, Context, Error, ErrorKind, GuestOffset, GuestSpan, Place, Result, SharedDisk, WriteFlags,
-    ZeroFlags,
-};
+use vellum_core::{BlockSize, Context, Error, ErrorKind, GuestOffset, GuestSpan, Place, Result, SharedDisk};
 use vellum_format::FormatKind;
 use vellum_format::image::NewBacking;
 use vellum_layer::{Chain, Gate};
 
-use crate::copy::zero_runs;
+use crate::copy::differing::{RUNS_AT_ONCE, differences, write_runs};
+use crate::copy::{Piece, zero_runs};
 use crate::create::refuse_moved;
 use crate::image::{ImageOptions, open_file, open_image};
 use crate::signals::Stop;
 
 /// Old and new are read and compared in pieces of this many bytes.
-const PIECE: u64 = 1 << 20;
+const PIECE: u64 = 512 << 10;
+/// Several at a time: what both have of them, and one copy, is in memory.
+const PIECES_AT_ONCE: usize = 8;
 /// And differ in units of this many.
-const UNIT: usize = 64 << 10;
+const UNIT: BlockSize = BlockSize::from_shift(16);
 
 /// What an image is to stand on.
 #[derive(Debug, Clone)]
@@ -119,7 +121,8 @@ async fn compared(
     refuse_moved(&new)?;
     let format = new.top().head.kind();
     refuse_loop(path, &new)?;
-    let chain = stop.or_stopped(open_image(path, options)).await?;
+    let writing = ImageOptions { writes_direct: true, ..options.clone() };
+    let chain = stop.or_stopped(open_image(path, &writing)).await?;
     if chain.has_snapshots().await? {
         return Err(Error::unsupported(format!(
             "{} has snapshots, which also read from its backing image: delete them first",
@@ -204,32 +207,34 @@ async fn copy_differences(
     Ok(written)
 }
 
-/// One run that the image has not.
+/// One run that the image has not. When it returns, all writes have ended.
 async fn copy_run(disk: &SharedDisk, new: &SharedDisk, run: GuestSpan, stop: &AtomicBool) -> Result<u64> {
-    let new_size = new.geometry().size;
     let mut rest = run;
-    let mut written = 0;
-    while !rest.is_empty() {
-        if stop.load(Ordering::Relaxed) {
-            return Err(Error::new(ErrorKind::Closed, "stopped by a signal"));
+    let mut running = FuturesUnordered::new();
+    let mut written = Ok(0);
+    loop {
+        while written.is_ok() && running.len() < PIECES_AT_ONCE && !rest.is_empty() {
+            if stop.load(Ordering::Relaxed) {
+                written = Err(Error::new(ErrorKind::Closed, "stopped by a signal"));
+                break;
+            }
+            let now;
+            (now, rest) = rest.split_at(PIECE - rest.start().bytes() % PIECE);
+            running.push(copy_piece(disk, new, now));
         }
-        let now;
-        (now, rest) = rest.split_at(PIECE - rest.start().bytes() % PIECE);
-        let below_new = now.intersect(GuestOffset::ZERO.span(new_size));
-        if both_zero(disk, new, now, below_new).await? {
-            continue;
-        }
-        let bytes = usize::try_from(now.len()).expect("a piece");
-        let old = disk.read(now.start(), Buffer::for_overwrite(bytes)).await?.to_vec();
-        let mut other = vec![0; bytes];
-        if !below_new.is_empty() {
-            let len = usize::try_from(below_new.len()).expect("a piece");
-            let read = new.read(below_new.start(), Buffer::for_overwrite(len)).await?;
-            other[..len].copy_from_slice(&read.to_vec());
-        }
-        written += write_differences(disk, now, &old, &other).await?;
+        let Some(ended) = running.next().await else { return written };
+        written = written.and_then(|before| ended.map(|more| before + more));
     }
-    Ok(written)
+}
+
+async fn copy_piece(disk: &SharedDisk, new: &SharedDisk, piece: GuestSpan) -> Result<u64> {
+    let below_new = piece.intersect(GuestOffset::ZERO.span(new.geometry().size));
+    if both_zero(disk, new, piece, below_new).await? {
+        return Ok(0);
+    }
+    let runs = differences(disk, new, Piece { span: piece, is_zero: false }, UNIT).await?;
+    let written = runs.iter().map(|(run, _)| run.len()).sum();
+    write_runs(disk, runs, RUNS_AT_ONCE).await.map(|()| written)
 }
 
 /// Whether both are known to read as zero in all of a piece.
@@ -245,29 +250,4 @@ pub(crate) async fn both_zero(
         Ok::<_, Error>(covered && runs.iter().all(|(_, zero)| *zero))
     };
     Ok(all_zero(disk, piece).await? && (below_new.is_empty() || all_zero(new, below_new).await?))
-}
-
-/// The units of a piece in which the two differ get the old bytes.
-async fn write_differences(disk: &SharedDisk, piece: GuestSpan, old: &[u8], other: &[u8]) -> Result<u64> {
-    let mut at = 0;
-    let mut written = 0;
-    while at < old.len() {
-        // Units are those of the disk, not of the piece.
-        let in_unit = usize::try_from((piece.start().bytes() + at as u64) % UNIT as u64).expect("a unit");
-        let end = (at + UNIT - in_unit).min(old.len());
-        let (unit, new) = (&old[at..end], &other[at..end]);
-        if unit != new {
-            let place = GuestOffset::new(piece.start().bytes() + at as u64);
-            let context = || format!("can't write {} bytes at {place}", unit.len());
-            if unit.iter().all(|byte| *byte == 0) {
-                let flags = ZeroFlags { may_unmap: true, ..ZeroFlags::default() };
-                disk.write_zeroes(place.span(unit.len() as u64), flags).await.context(context)?;
-            } else {
-                disk.write(place, Buffer::copy_of(unit), WriteFlags::default()).await.context(context)?;
-            }
-            written += unit.len() as u64;
-        }
-        at = end;
-    }
-    Ok(written)
 }

@@ -15,6 +15,7 @@
 
 use vellum_core::{
     Buffer, Context, GuestOffset, GuestSpan, LocalFuture, Place, Result, SharedDisk, WriteFlags, ZeroFlags,
+    try_join_all,
 };
 
 /// Data is moved in pieces of this many bytes.
@@ -29,6 +30,11 @@ pub trait Steering {
     /// # Errors
     /// Why nothing is moved any more. To stop is safe at any time.
     fn go_on(&self, bytes: u64) -> LocalFuture<'_, Result<()>>;
+
+    /// How many pieces of data may be on their way at once. One after the other delays requests of guests the least.
+    fn pieces_at_once(&self) -> usize {
+        1
+    }
 }
 
 /// The disks between which bytes move.
@@ -117,19 +123,27 @@ impl Merge<'_> {
     async fn data(&self, layer: &SharedDisk, run: GuestSpan) -> Result<u64> {
         let mut rest = run;
         while !rest.is_empty() {
-            let now;
-            (now, rest) = rest.split_at(PIECE - rest.start().bytes() % PIECE);
-            self.steering.go_on(now.len()).await?;
-            let bytes = usize::try_from(now.len()).expect("a piece");
-            let data = layer
-                .read(now.start(), Buffer::for_overwrite(bytes))
-                .await
-                .context(|| format!("can't read {bytes} bytes at {}", now.start()))?;
-            self.base
-                .write(now.start(), data, WriteFlags::default())
-                .await
-                .context(|| format!("can't write {bytes} bytes at {}", now.start()))?;
+            let mut pieces = Vec::new();
+            while pieces.len() < self.steering.pieces_at_once().max(1) && !rest.is_empty() {
+                let now;
+                (now, rest) = rest.split_at(PIECE - rest.start().bytes() % PIECE);
+                self.steering.go_on(now.len()).await?;
+                pieces.push(Box::pin(self.piece(layer, now)) as LocalFuture<'_, Result<()>>);
+            }
+            try_join_all(pieces).await?;
         }
         Ok(run.len())
+    }
+
+    async fn piece(&self, layer: &SharedDisk, piece: GuestSpan) -> Result<()> {
+        let bytes = usize::try_from(piece.len()).expect("a piece");
+        let data = layer
+            .read(piece.start(), Buffer::for_overwrite(bytes))
+            .await
+            .context(|| format!("can't read {bytes} bytes at {}", piece.start()))?;
+        self.base
+            .write(piece.start(), data, WriteFlags::default())
+            .await
+            .context(|| format!("can't write {bytes} bytes at {}", piece.start()))
     }
 }

@@ -4,10 +4,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use futures_lite::future::{or, try_zip};
 use vellum_core::{
-    Buffer, Error, ErrorKind, GuestOffset, GuestSpan, MergedExtent, Result, SharedDisk, read_below,
+    BlockSize, Buffer, Error, ErrorKind, GuestOffset, GuestSpan, MergedExtent, Result, SharedDisk, read_below,
 };
 
-use super::{ANY_UNIT, Piece, in_pieces, stopped};
+use super::{Cut, Piece, in_pieces, stopped};
+
+/// Bytes compared as one piece. With several pieces of two disks at once, all of their memory stays in the pool of
+/// [`Buffer`], and most of it in the caches of the processor.
+const PIECE: BlockSize = BlockSize::from_shift(18);
 
 /// How a comparison ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -101,7 +105,8 @@ async fn compare_up_to(
 ) -> Result<Comparison> {
     let piece = |piece: Piece| or(compare_piece(first, second, piece), stopped(stop));
     let all = GuestOffset::ZERO.span(size);
-    let found = in_pieces(&[first, second], all, ANY_UNIT, pieces_at_once, stop, progress, piece).await?;
+    let found =
+        in_pieces(&[first, second], all, Cut::at_most(PIECE), pieces_at_once, stop, progress, piece).await?;
     Ok(found.map_or(Comparison::Identical, Comparison::DiffersAt))
 }
 

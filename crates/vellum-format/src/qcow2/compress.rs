@@ -257,9 +257,10 @@ impl Qcow2 {
 
     async fn write_compressed_bytes(&self, extent: Extent) -> Result<()> {
         let at = self.cluster.start_of(ImageCluster::new(extent.first));
+        let room = extent.users.len() << self.cluster.shift();
         let mut bytes = extent.bytes;
-        // Readers read up to the end of the last sector.
-        bytes.resize(bytes.len().next_multiple_of(512), 0);
+        // Readers read up to the end of the last sector; and whole blocks of the storage are written at once.
+        bytes.resize(bytes.len().next_multiple_of(count(BlockSize::PAGE.bytes())).min(room), 0);
         let span = at.span(bytes.len() as u64);
         if let Some(journal) = self.journal() {
             journal.common.make_way(span, async || self.commit().await).await?;

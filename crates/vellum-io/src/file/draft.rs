@@ -100,7 +100,7 @@ impl Draft {
         self.old.is_some()
     }
 
-    /// Gives it its name, durably. The program that filled it has closed it.
+    /// Flushes it, and gives it its name, durably. The program that filled it has closed it, and need not have flushed it.
     ///
     /// # Errors
     /// Fails with the error of the file system, or if another program has created the target meanwhile. Then
@@ -282,7 +282,7 @@ fn take_over(file: &OwnedFd, facts: &Stat) -> Result<(), Errno> {
 fn publish(mut draft: Draft, is_durable: bool) -> Result<()> {
     let (path, target) = (&draft.path, &draft.target);
     let failed = |errno: Errno| Error::io(errno.into(), format!("can't create {}", target.display()));
-    // The program that filled it has flushed it, but not its owner and mode.
+    // Its content, owner and mode. This descriptor is older than all writes, so it learns of each that has failed.
     if is_durable {
         retry(|| rustix::fs::fsync(&draft.file)).map_err(failed)?;
     }

@@ -16,7 +16,8 @@
 //! 2. After a failed flush every change fails with `Poisoned`, even if the future of that flush was dropped.
 //! 3. Only regular files and block devices are opened, and opening never blocks on what a path leads to.
 //! 4. A file that is opened as one that is never flushed makes no promise to a crash of the machine, and no system call that
-//!    would keep one. Nothing but a new copy that the user wants so is opened in this way.
+//!    would keep one. Nothing is opened in this way but a new copy that the user wants so, and one that has no name yet and is
+//!    flushed before it gets it.
 //!
 //! Left out: mapping files into memory; `copy_file_range` and reflinks.
 

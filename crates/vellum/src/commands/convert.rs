@@ -97,13 +97,16 @@ pub(crate) struct Args {
     /// Bypass the page cache (O_DIRECT)
     #[arg(long)]
     direct: bool,
-    /// How the target is written, in the words of QEMU: writeback (default), writethrough, none, directsync or unsafe
+    /// How the target is written, in the words of QEMU: writeback, writethrough, none, directsync or unsafe
+    ///
+    /// Without it a raw target bypasses the page cache, where its file system can do that. writeback and writethrough keep what is
+    /// written there, for programs that read it soon, and take longer. none and directsync are the same as --direct. With all of
+    /// these the copy is durable when the command ends.
     ///
     /// unsafe flushes nothing: when the machine crashes or loses power after the end, the target may be incomplete, and
-    /// what it replaced is gone. It is the default of qemu-img, and faster. Otherwise the copy is durable when the command
-    /// ends. none and directsync are the same as --direct.
-    #[arg(short = 't', long, value_name = "MODE", value_enum, default_value_t)]
-    target_cache: TargetCache,
+    /// what it replaced is gone. It is the default of qemu-img, and faster.
+    #[arg(short = 't', long, value_name = "MODE", value_enum)]
+    target_cache: Option<TargetCache>,
     /// With -n: allow writing to FILE as the data file of the target
     #[arg(long, value_name = "FILE", requires = "no_create")]
     data_file: Vec<PathBuf>,
@@ -135,9 +138,8 @@ pub(crate) struct Args {
 }
 
 /// How the target is written.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum TargetCache {
-    #[default]
     Writeback,
     Writethrough,
     #[value(alias = "off")]
@@ -159,7 +161,7 @@ impl Args {
     }
 
     fn is_direct(&self) -> bool {
-        self.direct || matches!(self.target_cache, TargetCache::None | TargetCache::Directsync)
+        self.direct || matches!(self.target_cache, Some(TargetCache::None | TargetCache::Directsync))
     }
 
     fn wish(&self) -> Wish {
@@ -266,7 +268,8 @@ async fn convert(args: &Args, [source_is, target_is]: [Option<Encrypted>; 2]) ->
         allow_dirs: args.allow.places(),
         remote_timeout: args.allow.remote_timeout,
         direct: args.is_direct(),
-        never_flushed: args.target_cache == TargetCache::Unsafe,
+        writes_direct: args.target_cache.is_none(),
+        never_flushed: args.target_cache == Some(TargetCache::Unsafe),
         pieces_at_once: usize::from(args.parallel),
         sparse_bytes: args.sparse_size,
         out_of_order: args.out_of_order,

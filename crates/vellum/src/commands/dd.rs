@@ -164,6 +164,7 @@ async fn copy(args: &Args, operands: &Operands) -> Result<(), Failure> {
         allow_dirs: args.allow.places(),
         remote_timeout: args.allow.remote_timeout,
         direct: false,
+        writes_direct: true,
         never_flushed: false,
         pieces_at_once: 8,
         sparse_bytes: 4096,

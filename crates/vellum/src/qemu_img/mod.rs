@@ -123,7 +123,7 @@ fn of_command(command: &'static Command, arguments: &[Argument]) -> Result<Vec<O
         }
         ours.push(text);
     };
-    let (mut operands, mut is_direct, mut is_unsafe) = (Vec::new(), false, false);
+    let (mut operands, mut is_direct, mut target_cache) = (Vec::new(), false, None);
     for argument in arguments {
         match argument {
             Argument::Operand(operand) => operands.push(operand.clone()),
@@ -136,9 +136,8 @@ fn of_command(command: &'static Command, arguments: &[Argument]) -> Result<Vec<O
                         is_direct = true;
                     }
                     Some("none" | "directsync") => {}
-                    Some(mode @ "unsafe") if opt.long == "target-cache" && !is_unsafe => {
-                        has("--target-cache", Some(OsStr::new(mode)));
-                        is_unsafe = true;
+                    Some("unsafe" | "writeback" | "writethrough") if opt.long == "target-cache" => {
+                        target_cache = value.as_deref(); // the last one counts
                     }
                     Some("writeback" | "writethrough" | "unsafe") => {}
                     _ => return Err(format!("{}: unknown cache mode", opt.name())),
@@ -146,6 +145,9 @@ fn of_command(command: &'static Command, arguments: &[Argument]) -> Result<Vec<O
                 Meaning::Refused => return Err(format!("{} is not supported: {}", opt.name(), opt.why)),
             },
         }
+    }
+    if let Some(mode) = target_cache {
+        has("--target-cache", Some(mode));
     }
     let said = |name: &'static str| {
         arguments.iter().any(

@@ -263,8 +263,8 @@ pub(crate) static COMMANDS: &[Command] = &[
                     Some('t'),
                     "target-cache",
                     Cache,
-                    "none: `--direct`; unsafe: `--target-cache unsafe`, no flush; otherwise, and by default, the copy is durable \
-                     when the command ends",
+                    "none: `--direct`; otherwise `--target-cache`. With unsafe nothing is flushed; else, and by default, the copy is \
+                     durable when the command ends. By default a raw target bypasses the page cache where that can be done",
                 ),
                 &["cache"],
             ),

@@ -100,6 +100,7 @@ async fn fetch(args: &Args) -> Result<Pulled, Failure> {
         allow_dirs: Vec::new(),
         remote_timeout: None,
         direct: false,
+        writes_direct: true,
         never_flushed: false,
         pieces_at_once: 8,
         sparse_bytes: 4096,

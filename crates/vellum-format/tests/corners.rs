@@ -5,7 +5,10 @@ mod common;
 use std::time::Duration;
 
 use common::{QcowSetup, busy_drive, look};
-use vellum_core::{Buffer, Disk, GuestOffset, ImageOffset, SharedStorage, WriteFlags, ZeroFlags};
+use vellum_core::{
+    Buffer, Disk, Extent, GuestOffset, GuestSpan, ImageOffset, Place, Random, SharedStorage, WriteFlags,
+    ZeroFlags,
+};
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
 use vellum_sim::{Content, Drive, DriveOptions, FaultPlan, Operation, World};
 
@@ -217,4 +220,74 @@ fn the_map_of_an_empty_disk_comes_at_once_and_that_of_a_full_one_yields() {
         map.await.unwrap();
         disk.close().await.unwrap();
     });
+}
+
+/// Where each sector of a run is, of as many looks as it takes.
+async fn places(disk: &Qcow2, at: u64, len: u64) -> Vec<String> {
+    let mut rest = GuestOffset::new(at).span(len);
+    let mut sectors = Vec::new();
+    while !rest.is_empty() {
+        for Extent { span, place } in disk.map(rest).await.unwrap() {
+            sectors.extend((0..span.len()).step_by(512).map(|skip| match &place {
+                Place::Data { at, .. } => format!("data at {}", (*at + skip).bytes()),
+                place => format!("{place:?}"),
+            }));
+            rest = GuestSpan::between(span.end(), rest.end());
+        }
+    }
+    sectors
+}
+
+/// A long run is looked up page by page, and neighbours in one step; a run within a cluster is not. Both say the same.
+#[test]
+fn a_look_at_many_clusters_says_what_looks_at_each_of_them_say() {
+    const SIZE: u64 = 24 << 20;
+    for (seed, cluster_size, version, extended_l2) in
+        [(1, 4096, 2, false), (2, 4096, 3, false), (3, 512, 3, false), (4, 65536, 3, true)]
+    {
+        let options = CreateOptions {
+            size: SIZE,
+            cluster_size,
+            version,
+            extended_l2,
+            ..CreateOptions::without_journal()
+        };
+        let setup = QcowSetup { name: "in pieces", options, has_base: false };
+        let world = World::new(seed);
+        let drive = Drive::new(&world, DriveOptions::default());
+        let mut random = Random::from_seed(seed);
+        world.run(async {
+            create(&*drive, None, &setup.options).await.unwrap();
+            let disk = setup.open(&drive).await.unwrap();
+            for _ in 0..300 {
+                let at = random.below(SIZE / 512) * 512;
+                let most = if random.below(3) == 0 { 2048 } else { 64 };
+                let len = (random.below(most) + 1) * 512;
+                let span = GuestOffset::new(at).span(len.min(SIZE - at));
+                let zeros = |may_unmap| ZeroFlags { may_unmap, ..ZeroFlags::default() };
+                match random.below(6) {
+                    0 => disk.write_zeroes(span, zeros(true)).await.unwrap(),
+                    1 => disk.write_zeroes(span, zeros(false)).await.unwrap(),
+                    2 => disk.discard(span, WriteFlags::default()).await.unwrap(),
+                    _ => {
+                        let data = Buffer::copy_of(&vec![7; usize::try_from(span.len()).unwrap()]);
+                        disk.write(span.start(), data, WriteFlags::default()).await.unwrap();
+                    }
+                }
+            }
+            let mut each = Vec::new();
+            for at in (0..SIZE).step_by(usize::try_from(cluster_size).unwrap()) {
+                each.extend(places(&disk, at, cluster_size).await);
+            }
+            assert_eq!(places(&disk, 0, SIZE).await, each, "{cluster_size}");
+            for _ in 0..30 {
+                let first = random.below(SIZE / 512);
+                let count = random.below(SIZE / 512 - first) + 1;
+                let found = places(&disk, first * 512, count * 512).await;
+                let [first, count] = [first, count].map(|number| usize::try_from(number).unwrap());
+                assert_eq!(found, each[first..first + count], "{cluster_size} {first} {count}");
+            }
+            disk.close().await.unwrap();
+        });
+    }
 }

@@ -24,7 +24,10 @@ async fn bytes_at(storage: &dyn Storage, at: u64, len: usize) -> Result<Vec<u8>>
 
 /// The copy of the header at this place, and its length.
 async fn copy(storage: &dyn Storage, at: u64) -> Result<(Header2, u64)> {
-    let Preamble { len, .. } = Preamble::parse(&bytes_at(storage, at, PREAMBLE_LEN).await?, at)?;
+    let begin = bytes_at(storage, at, PREAMBLE_LEN).await?;
+    // No checksum has said yet that these bytes are what was written.
+    let damaged = |error: Error| error.with_kind(ErrorKind::Corrupt);
+    let Preamble { len, .. } = Preamble::parse(&begin, at).map_err(damaged)?;
     let bytes = bytes_at(storage, at, usize::try_from(len).expect("4 MiB at most")).await?;
     Ok((Header2::parse(&bytes, at)?, len))
 }

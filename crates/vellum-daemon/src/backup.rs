@@ -17,7 +17,8 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use vellum_core::{
     Buffer, Error, ErrorKind, GuestOffset, GuestSpan, PlaceKind, Result, SharedDisk, WriteFlags, ZeroFlags,
@@ -37,6 +38,9 @@ use crate::signals::Stop;
 const PIECE: u64 = 1 << 20;
 /// And zeros in pieces of this many; maps are asked for as much.
 const ZEROS: u64 = 64 << 20;
+
+/// What backups that were killed have left is removed when it is as old as this.
+const LEFT_FOR: Duration = Duration::from_secs(3600);
 
 /// Where a backup goes.
 #[derive(Debug, Clone)]
@@ -103,7 +107,8 @@ async fn with_source(
         Err(error) => return Err(target.give_up(error).await),
     };
     let mut done = BackedUp::default();
-    let copying = Copying { source: source.disk(), target: target.disk(), stop: &stop.flag, progress };
+    let is_stopped = || stop.flag.load(Ordering::Relaxed);
+    let copying = Copying { source: source.disk(), target: target.disk(), is_stopped: &is_stopped, progress };
     let copied = match wish.before {
         Some(_) => copying.marked(&marked, &mut done).await,
         None => copying.all(&mut done).await,
@@ -171,6 +176,8 @@ impl Target {
                 name.display()
             )));
         }
+        // Each backup has a name of its own, so nobody else removes what killed ones have left.
+        draft.sweep(LEFT_FOR).await;
         match Self::make_in(&draft, wish, size).await {
             Ok(chain) => Ok(Self { draft, chain, name }),
             Err(error) => {
@@ -243,7 +250,8 @@ impl Target {
 pub(crate) struct Copying<'a> {
     pub(crate) source: &'a SharedDisk,
     pub(crate) target: &'a SharedDisk,
-    pub(crate) stop: &'a AtomicBool,
+    /// Whether it is to end before it is whole.
+    pub(crate) is_stopped: &'a dyn Fn() -> bool,
     pub(crate) progress: &'a dyn Fn(u64, u64),
 }
 
@@ -278,9 +286,7 @@ impl Copying<'_> {
     ) -> Result<()> {
         let mut rest = run;
         while !rest.is_empty() {
-            if self.stop.load(Ordering::Relaxed) {
-                return Err(Error::new(ErrorKind::Closed, "stopped before the end"));
-            }
+            self.may_go_on()?;
             let (asked, _) = rest.split_at(ZEROS);
             let extents = self.source.map_whole(asked).await?;
             let Some(first) = extents.first() else {
@@ -297,11 +303,9 @@ impl Copying<'_> {
                     let mut data = part;
                     while !data.is_empty() {
                         let (piece, later) = data.split_at(PIECE);
+                        self.may_go_on()?;
                         self.piece(piece, over_data, done).await?;
                         data = later;
-                        if self.stop.load(Ordering::Relaxed) {
-                            break;
-                        }
                     }
                 }
             }
@@ -309,6 +313,13 @@ impl Copying<'_> {
             progress(part.end().bytes() - run.start().bytes());
         }
         Ok(())
+    }
+
+    fn may_go_on(&self) -> Result<()> {
+        match (self.is_stopped)() {
+            true => Err(Error::new(ErrorKind::Closed, "stopped before the end")),
+            false => Ok(()),
+        }
     }
 
     async fn piece(&self, piece: GuestSpan, over_data: bool, done: &mut BackedUp) -> Result<()> {

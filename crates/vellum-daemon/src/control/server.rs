@@ -4,6 +4,7 @@
 use std::ops::ControlFlow;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use futures_lite::future::or;
@@ -129,7 +130,7 @@ impl Control {
     async fn answer(&self, line: &[u8], stream: &Stream) -> Option<Answer> {
         let result = match Request::parse(line) {
             Ok(request) => match self.waits_for(&request) {
-                Ok(None) => self.carry_out(&request).await,
+                Ok(None) => self.carry_out(&request, &AtomicBool::default()).await,
                 Ok(Some(disk)) => self.attend(request, &disk, stream).await?,
                 Err(error) => Err(error),
             },
@@ -190,22 +191,24 @@ impl Control {
     }
 
     /// Carries out a command that may take long, beside this connection. `None` if the client has left before
-    /// its end.
+    /// its end. The command is then ended in good order, if that is what its client wants by leaving.
     async fn attend(&self, request: Request, disk: &str, stream: &Stream) -> Option<Result<Value>> {
         let takes_it_away = matches!(request, Request::ExportRemove { .. });
         let (place, _attended) = match self.places.take(disk, takes_it_away) {
             Ok(taken) => taken,
             Err(error) => return Some(Err(error)),
         };
-        let control = self.clone();
+        let (control, has_left) = (self.clone(), Rc::new(AtomicBool::new(false)));
+        let leaves = has_left.clone();
         let mut task = spawn_local(async move {
             let _place = place;
-            contained("the command", control.carry_out(&request)).await
+            contained("the command", control.carry_out(&request, &has_left)).await
         });
         let gone = async {
             while !stream.is_gone() {
                 clock().sleep(GONE_EVERY).await;
             }
+            leaves.store(true, Ordering::Relaxed);
             None
         };
         let ended = or(async { Some((&mut task).await) }, gone).await;
@@ -215,7 +218,8 @@ impl Control {
         ended
     }
 
-    async fn carry_out(&self, request: &Request) -> Result<Value> {
+    /// `has_left`: the client does not wait for the answer any more.
+    async fn carry_out(&self, request: &Request, has_left: &AtomicBool) -> Result<Value> {
         Ok(match request {
             Request::SnapshotCreate { disk, name } => {
                 refuse_own_name(name)?;
@@ -315,7 +319,7 @@ impl Control {
                     return Err(Error::invalid("give absolute paths, and before-format with before"));
                 }
                 let BackedUp { bytes_marked, bytes_copied } =
-                    self.disks.find(disk.as_deref())?.backup(&wish).await?;
+                    self.disks.find(disk.as_deref())?.backup(&wish, has_left).await?;
                 json!({ "bytes-marked": bytes_marked, "bytes-copied": bytes_copied })
             }
             Request::Commit { disk, top, base, force, bytes_per_second_max } => {

@@ -9,7 +9,7 @@
 //! 1. At every moment NAME is either the old file or the complete new one, even after a crash of the machine. Where the
 //!    caller wants no flushes ([`Draft::publish_at_once`]), a crash may leave NAME with a part of the new one.
 //! 2. A draft that is dropped is removed. The draft of a killed program is removed by the next draft of the
-//!    same name. Drafts of one name have the first free numbers, so that nothing has to list the directory: a
+//!    same name, or by one that sweeps its directory ([`Draft::sweep`]). Drafts of one name have the first free numbers, so that nothing has to list the directory: a
 //!    thousand images that are made in one would read it a thousand times.
 //! 3. The file that will be replaced is locked for writing until then, so that no program works on a file
 //!    that is about to vanish.
@@ -25,6 +25,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, Stat, StatxAttributes, StatxFlags};
 use rustix::io::Errno;
@@ -116,6 +117,15 @@ impl Draft {
     /// As above.
     pub async fn publish_at_once(self) -> Result<()> {
         unblock_at(&self.path.clone(), move || publish(self, false)).await
+    }
+
+    /// Removes drafts of other names that killed programs have left in its directory, as far as they are as old as this. What cannot
+    /// be removed stays.
+    pub async fn sweep(&self, age: Duration) {
+        let Ok(now) = rustix::fs::fstat(&self.file).map(|facts| facts.st_mtime) else { return };
+        let (directory, before) =
+            (directory_of(&self.path).to_owned(), now.saturating_sub_unsigned(age.as_secs()));
+        unblock_at(&self.path, move || sweep(&directory, before)).await;
     }
 
     /// Removes it.
@@ -251,6 +261,27 @@ fn create(directory: &Path, prefix: &OsStr, is_private: bool) -> Result<(PathBuf
 
 fn is_same(one: &Stat, other: &Option<Stat>) -> bool {
     other.is_some_and(|other| (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino))
+}
+
+/// Removes drafts of killed programs that were written last before this time. An hour later nobody is in between creating one and
+/// locking it, and on a file system that shows no locks of other hosts one that is at work has written.
+fn sweep(directory: &Path, before: i64) {
+    let Ok(entries) = fs::read_dir(directory) else { return };
+    for path in entries.flatten().filter(|entry| is_of_draft(&entry.file_name())).map(|entry| entry.path()) {
+        if rustix::fs::lstat(&path).is_ok_and(|facts| facts.st_mtime < before) {
+            remove_left_behind(&path);
+        }
+    }
+}
+
+/// Whether a draft has such a name.
+fn is_of_draft(name: &OsStr) -> bool {
+    let name = name.as_bytes();
+    let Some((rest, number)) = name.len().checked_sub(8).map(|at| name.split_at(at)) else { return false };
+    rest.len() > b"..vellum-".len()
+        && rest.starts_with(b".")
+        && rest.ends_with(b".vellum-")
+        && number.iter().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'))
 }
 
 /// Removes the draft of a killed program, whose lock is free. Returns whether it did.
@@ -470,6 +501,34 @@ mod tests {
         let third = draft_of(&target);
         drop((first, second, third));
         assert_eq!(dir.names(), [".image.vellum-notes", ".other.vellum-00000000"]);
+    }
+
+    #[test]
+    fn a_sweep_removes_old_drafts_that_nobody_has() {
+        let dir = Dir::new("sweep");
+        let used = draft_of(&dir.0.join("used"));
+        let names = [
+            ".one.vellum-00000000",
+            ".two.qcow2.vellum-000003e7",
+            ".new.vellum-00000000",
+            ".x.vellum-notahexa",
+        ];
+        let others = ["one.vellum-00000000", ".vellum-00000000", ".three.vellum-0000000"];
+        for name in names.into_iter().chain(others) {
+            fs::write(dir.0.join(name), "").expect("a file");
+        }
+        let old = std::time::SystemTime::now() - Duration::from_secs(7200);
+        for name in dir.names().iter().filter(|name| *name != names[2]) {
+            let file = fs::File::options().write(true).open(dir.0.join(name)).expect("our file");
+            file.set_modified(old).expect("our file");
+        }
+        let now = rustix::fs::stat(&dir.0.join(names[2])).expect("it is there").st_mtime;
+        sweep(&dir.0, now - 3600);
+        assert!(used.path().exists(), "somebody fills it");
+        drop(used);
+        let mut left = [&names[2..], &others].concat();
+        left.sort_unstable();
+        assert_eq!(dir.names(), left);
     }
 
     /// They all want the first number, and see each other's drafts before these are locked.

@@ -28,6 +28,7 @@ use super::bitmaps;
 use super::check::check;
 use super::delete_in_place::delete_last;
 use super::header::Header;
+use super::journal_setting::remove_bitmaps_entry;
 use super::layout::{COPIED, L1_BYTES_MAX, SNAPSHOTS_MAX, TABLES_BYTES_MAX, put64};
 use super::open::recover_or_repair;
 use super::shadow::{Flags, Shadow};
@@ -187,11 +188,18 @@ impl<'a> Change<'a> {
 
     /// Switches to it. Bitmaps say nothing of the disk any more if `is_other`, that is, if it reads differently.
     async fn switch(mut self, is_other: bool) -> Result<()> {
+        let loses_bitmaps = is_other && self.header().bitmaps().is_some();
+        let image = self.image;
         self.shadow.header.void_session();
         if is_other {
             self.shadow.header.void_bitmaps();
         }
-        self.shadow.switch().await
+        self.shadow.switch().await?;
+        if loses_bitmaps {
+            // They are gone already. What is left of their entry harms nobody; other programs warn of it.
+            let _ = remove_bitmaps_entry(&Header::read(&**image).await?, &**image).await;
+        }
+        Ok(())
     }
 
     fn refuse_name(&self, name: &str, may_repeat: bool) -> Result<()> {

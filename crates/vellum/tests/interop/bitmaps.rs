@@ -303,6 +303,14 @@ fn an_inconsistent_bitmap_is_kept_and_not_used() {
     assert!(said.contains("broken") && said.contains("inconsistent"), "{said}");
     assert_eq!(bitmaps_to("qemu-img", &image), bitmaps_to("vellum", &image));
     assert!(in_use());
+    // What keeps each of them from being the base of a backup, and what helps.
+    vellum(&["bitmap", "--add", "--disable", &image, "off"]).answer();
+    let why = [("broken", ["inconsistent", "--remove"]), ("off", ["disabled", "--enable"])];
+    for (name, words) in why.into_iter().chain([("none", ["no bitmap named none", "--add"])]) {
+        let ran = vellum(&["backup", "--bitmap", name, &image, &dir.text("backup")]);
+        assert!(ran.code == 1 && words.iter().all(|word| ran.err.contains(word)), "{name}: {ran:?}");
+    }
+    vellum(&["bitmap", "--remove", &image, "off"]).answer();
     succeed("qemu-img", &["check", &image]);
     vellum(&["bitmap", "--remove", &image, "broken"]).answer();
     vellum(&["bitmap", "--remove", "--add", &image, "other"]).answer();
@@ -365,5 +373,27 @@ fn bitmaps_are_merged_from_other_images_and_resized() {
     ] {
         let ran = vellum(arguments);
         assert!(ran.code == 1 && ran.err.contains(word), "{arguments:?}: {ran:?}");
+    }
+}
+
+/// Names are one line, and nothing is left of bitmaps that a revert has removed: other programs would warn of it at each opening.
+#[test]
+fn names_are_one_line_and_a_revert_leaves_no_trace() {
+    requires!("qemu-img");
+    let dir = Dir::new("bitmaps");
+    let image = dir.text("disk.qcow2");
+    for options in ["journal=off", "journal=on"] {
+        let _ = std::fs::remove_file(&image);
+        vellum(&["create", "-q", "-f", "qcow2", "-o", options, &image, "4M"]).answer();
+        let refused = vellum(&["bitmap", "--add", &image, "two\nlines"]);
+        assert!(refused.code == 1 && refused.err.contains("line breaks"), "{refused:?}");
+        vellum(&["snapshot", "create", &image, "one"]).answer();
+        vellum(&["bitmap", "--add", &image, "daily"]).answer();
+        vellum(&["snapshot", "revert", &image, "one"]).answer();
+        assert!(bitmaps_to("qemu-img", &image).is_empty());
+        let ran = super::support::program::run("qemu-img", &["check", &image]);
+        assert!(ran.code == 0 && ran.err.is_empty(), "{options}: {ran:?}");
+        vellum(&["bitmap", "--add", &image, "daily"]).answer();
+        assert_eq!(bitmaps_to("qemu-img", &image).len(), 1);
     }
 }

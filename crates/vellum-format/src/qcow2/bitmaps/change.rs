@@ -141,9 +141,9 @@ impl<'a> Plan<'a> {
         if self.all.iter().any(|one| one.entry.name == name.as_bytes()) {
             return Err(Error::invalid(format!("there is a bitmap named {name} already")));
         }
-        if name.is_empty() || name.len() > NAME_BYTES_MAX || name.contains('\0') {
+        if name.is_empty() || name.len() > NAME_BYTES_MAX || name.chars().any(char::is_control) {
             return Err(Error::invalid(format!(
-                "the name of a bitmap has 1 to {NAME_BYTES_MAX} bytes, none of them zero"
+                "the name of a bitmap has 1 to {NAME_BYTES_MAX} bytes, and no line breaks or other control characters"
             )));
         }
         if self.all.len() >= COUNT_MAX {

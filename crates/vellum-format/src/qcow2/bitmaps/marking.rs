@@ -27,9 +27,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use vellum_core::{
-    Context, Error, ErrorKind, GuestOffset, GuestSpan, ImageCluster, LocalFuture, Result, Zeroes,
-};
+use vellum_core::{Context, ErrorKind, GuestOffset, GuestSpan, ImageCluster, LocalFuture, Result, Zeroes};
 
 use super::bits::Bits;
 use super::track::Tracked;
@@ -122,13 +120,7 @@ impl Qcow2 {
     /// The bitmap of this name, if it is kept up.
     fn tracked(&self, name: &str) -> Result<&Tracked> {
         let found = self.tracking.tracked.iter().find(|one| one.name == name);
-        found.ok_or_else(|| {
-            let why = format!(
-                "{}: bitmap {name} is not kept up: there is none, it is disabled, or it is inconsistent",
-                self.engine.name
-            );
-            Error::unsupported(why)
-        })
+        found.ok_or_else(|| self.tracking.why_not(name).context(self.engine.name.clone()))
     }
 
     /// Lists the words in which something is marked, to be written with the next commit.

@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use arc_swap::ArcSwap;
-use vellum_core::{BlockSize, ErrorKind, GuestSpan, ImageOffset, ImageSpan, Result, Storage};
+use vellum_core::{BlockSize, Error, ErrorKind, GuestSpan, ImageOffset, ImageSpan, Result, Storage};
 
 use super::bits::{Bits, WORD_BITS};
 use super::directory::Entry;
@@ -26,6 +26,12 @@ use crate::qcow2::header::Header;
 use crate::qcow2::layout::put64;
 use crate::qcow2::mapping::L1Sector;
 use crate::state::lock;
+
+/// Why a bitmap is not kept up, and what helps.
+const DISABLED: &str =
+    "disabled: `vellum bitmap --enable` enables it, and what is written from then on is marked";
+const INCONSISTENT: &str = "inconsistent, because a program that changed the disk has not saved it: remove it, add a new one \
+     (`vellum bitmap --remove`, `--add`), and make a full backup";
 
 /// Words of a region.
 const REGION_WORDS: u64 = 4;
@@ -38,6 +44,8 @@ const REGION_RECORD_BYTES: u64 = 16 + REGION_WORDS * 8;
 #[derive(Default)]
 pub(crate) struct Tracking {
     pub(super) tracked: Vec<Tracked>,
+    /// The names of the others, and why they are not.
+    others: Vec<(String, &'static str)>,
     /// Why none is, although there are some that would have to be.
     unusable: Option<String>,
 }
@@ -86,7 +94,7 @@ impl Tracking {
     /// Those of the storage. A bitmap that cannot be kept up is none: the first change makes all of them invalid.
     pub(crate) async fn load(header: &Header, image: &dyn Storage) -> Result<Self> {
         match Self::read(header, image).await {
-            Ok(tracked) => Ok(Self { tracked, unusable: None }),
+            Ok((tracked, others)) => Ok(Self { tracked, others, unusable: None }),
             Err(error) if matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Unsupported) => {
                 Ok(Self::unusable_because(error.to_string()))
             }
@@ -94,16 +102,23 @@ impl Tracking {
         }
     }
 
-    async fn read(header: &Header, image: &dyn Storage) -> Result<Vec<Tracked>> {
-        let mut tracked = Vec::new();
+    async fn read(
+        header: &Header,
+        image: &dyn Storage,
+    ) -> Result<(Vec<Tracked>, Vec<(String, &'static str)>)> {
+        let (mut tracked, mut others) = (Vec::new(), Vec::new());
         for entry in read_directory(header, image).await? {
-            if entry.is_auto() && !entry.is_in_use() {
+            if entry.is_in_use() {
+                others.push((entry.shown(), INCONSISTENT));
+            } else if !entry.is_auto() {
+                others.push((entry.shown(), DISABLED));
+            } else {
                 entry.check(header)?;
                 let read = read_bits(header, image, &entry).await?;
                 tracked.push(Tracked::new(header, &entry, read)?);
             }
         }
-        Ok(tracked)
+        Ok((tracked, others))
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -112,7 +127,20 @@ impl Tracking {
 
     /// None is kept up, for this reason: the first change makes all of them invalid.
     pub(crate) fn unusable_because(why: String) -> Self {
-        Self { tracked: Vec::new(), unusable: Some(why) }
+        Self { unusable: Some(why), ..Self::default() }
+    }
+
+    /// Why a bitmap of this name is not kept up.
+    pub(super) fn why_not(&self, name: &str) -> Error {
+        let other = self.others.iter().find(|(its, _)| its == name);
+        match (&self.unusable, other) {
+            (Some(why), _) => Error::unsupported(format!("its bitmaps cannot be kept up: {why}")),
+            (None, Some((_, why))) => Error::unsupported(format!("bitmap {name} is {why}")),
+            (None, None) => {
+                let why = format!("there is no bitmap named {name}: `vellum bitmap --add` adds one");
+                Error::new(ErrorKind::NotFound, why)
+            }
+        }
     }
 
     /// Why the first change makes all bitmaps invalid, if it does.

@@ -37,7 +37,7 @@ use crate::signals::Stop;
 /// Disks are compared in blocks of this many bytes.
 pub const BLOCK: u64 = BlockSize::PAGE.bytes();
 /// Maps are asked for this much at a time, in bytes.
-const MAPPED_MAX: u64 = 1 << 30;
+pub(crate) const MAPPED_MAX: u64 = 1 << 30;
 /// Records that are read at a time. Each has at most [`RUN_MAX`] bytes.
 const BATCH: usize = 8;
 
@@ -195,7 +195,11 @@ pub async fn diff(
 
 /// The run from its start, in parts: whether the maps say that both disks read the same there. May stop early, but is not empty
 /// unless the run is.
-async fn likely(old: &SharedDisk, new: &SharedDisk, span: GuestSpan) -> Result<Vec<(GuestSpan, bool)>> {
+pub(crate) async fn likely(
+    old: &SharedDisk,
+    new: &SharedDisk,
+    span: GuestSpan,
+) -> Result<Vec<(GuestSpan, bool)>> {
     let (before, after) = (map_merged(old, span).await?, map_merged(new, span).await?);
     let mut parts: Vec<(GuestSpan, bool)> = Vec::new();
     let (mut i, mut j) = (0, 0);

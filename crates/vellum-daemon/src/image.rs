@@ -163,12 +163,19 @@ pub async fn open_over(
     Ok(opened)
 }
 
-/// Warns of costs of writing the image on top that the user did not ask for.
+/// Warns of costs of writing the image on top that the user did not ask for, and of images below that other programs refuse.
 async fn warn_of_losses(chain: &Chain) {
     let top = chain.top();
     let name = top.path.display().to_string();
     for line in top.head.losses(&*top.storage, &name).await {
         tracing::warn!("{line}");
+    }
+    for below in chain.members().skip(1).filter(|below| below.is_replayed) {
+        let path = below.path.display();
+        tracing::warn!(
+            "{path}, below {name}, was not closed. It is only read here, as it will be once it is recovered; other programs refuse it \
+             until then: `vellum recover {path}`, when nothing uses it"
+        );
     }
 }
 

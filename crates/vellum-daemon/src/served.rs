@@ -412,7 +412,7 @@ impl Served {
             description: export.description.clone(),
             disk: self.disk(),
             read_only: export.image.read_only,
-            bitmaps: marks::of(&self.bitmaps, &self.own),
+            marks: Some(Arc::new(marks::Offered::of_disk(self.own.clone()))),
         };
         exports.add_with_remark(export, remark)
     }

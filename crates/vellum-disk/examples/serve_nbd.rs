@@ -22,7 +22,7 @@ pub(crate) fn main() -> Result<()> {
             description: "an example".to_owned(),
             disk: image.disk().clone(),
             read_only: false,
-            bitmaps: Vec::new(),
+            marks: None,
         })?;
         let listener = Listener::bind(&Address::unix(&socket)).await?;
         println!("serving a disk of {} bytes on a Unix socket", image.size());

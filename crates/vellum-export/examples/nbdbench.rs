@@ -64,13 +64,8 @@ fn measure() {
 /// Nanoseconds for each of `count` requests.
 fn run(disk: Arc<FlatDisk>, command: u16, len: u64, structured: bool, count: u64) -> f64 {
     let exports = Exports::new();
-    let export = Export {
-        name: String::new(),
-        description: String::new(),
-        disk,
-        read_only: false,
-        bitmaps: Vec::new(),
-    };
+    let export =
+        Export { name: String::new(), description: String::new(), disk, read_only: false, marks: None };
     exports.add(export).expect("the first export");
     let mut opening = b"\0\0\0\x03".to_vec();
     if structured {
@@ -291,13 +286,8 @@ impl Disk for FlatDisk {
 fn serve(path: &str, null: bool) {
     let exports = Exports::new();
     let disk = Arc::new(FlatDisk::new(!null, false));
-    let export = Export {
-        name: String::new(),
-        description: String::new(),
-        disk,
-        read_only: false,
-        bitmaps: Vec::new(),
-    };
+    let export =
+        Export { name: String::new(), description: String::new(), disk, read_only: false, marks: None };
     exports.add(export).expect("the first export");
     let _ = std::fs::remove_file(path);
     let listener = std::os::unix::net::UnixListener::bind(path).expect("a socket");

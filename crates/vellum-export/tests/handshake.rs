@@ -46,7 +46,7 @@ fn only_what_was_asked_for_and_exists_is_told() {
         description: String::new(),
         disk: world.disk.clone(),
         read_only: false,
-        bitmaps: Vec::new(),
+        marks: None,
     };
     world.exports.add(export).expect("the name is free");
     let (mut client, _session) = world.connect();

@@ -45,7 +45,7 @@ fn fixture() -> Fixture {
     {
         let (name, description) = (name.to_owned(), description.to_owned());
         exports
-            .add(Export { name, description, disk: checked.clone(), read_only, bitmaps: Vec::new() })
+            .add(Export { name, description, disk: checked.clone(), read_only, marks: None })
             .expect("a free name");
     }
     Fixture { server: Server::start(&exports), disk, checked }
@@ -364,7 +364,7 @@ fn clients_keep_to_the_sizes_they_are_told() {
     for (name, disk) in [("coarse", &coarse), ("odd", &odd)] {
         let (name, disk) = (name.to_owned(), shared(disk));
         exports
-            .add(Export { name, description: String::new(), disk, read_only: false, bitmaps: Vec::new() })
+            .add(Export { name, description: String::new(), disk, read_only: false, marks: None })
             .expect("a free name");
     }
     let server = Server::start(&exports);

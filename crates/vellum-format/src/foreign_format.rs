@@ -246,6 +246,7 @@ impl Head for ForeignHead {
                 detaching: None,
                 sessions: None,
                 bitmaps: None,
+                views: None,
                 tier: None,
             })
         })

@@ -34,6 +34,7 @@ use crate::prealloc::Prealloc;
 use crate::probe::FormatKind;
 use crate::report::{CheckReport, JournalChange, Recovery, Repair};
 use crate::session::{CacheId, Session, Sessions};
+pub use crate::views::Views;
 use crate::wish::Wish;
 
 /// The default limit for the mappings of one image in memory, in bytes: enough for 256 GiB of 64 KiB
@@ -134,6 +135,8 @@ pub struct Opened {
     pub sessions: Option<Arc<dyn Sessions>>,
     /// Its bitmaps, in formats that have some.
     pub bitmaps: Option<Arc<dyn OpenBitmaps>>,
+    /// Its snapshots beside its disk, if it has any and the format changes them only while the image is closed.
+    pub views: Option<Arc<dyn Views>>,
     /// Its copies on a fast medium, where it was opened with the one that it names.
     pub tier: Option<Arc<dyn Tiers>>,
 }

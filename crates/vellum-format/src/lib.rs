@@ -82,6 +82,7 @@ mod shared_or_alone;
 mod snapshot_base;
 mod state;
 mod truth;
+mod views;
 mod wish;
 #[cfg(not(feature = "test-hooks"))]
 mod work;

@@ -322,6 +322,7 @@ impl Head for Len {
             detaching: None,
             sessions: None,
             bitmaps: None,
+            views: None,
             tier: None,
         }))
     }

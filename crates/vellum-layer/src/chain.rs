@@ -249,6 +249,8 @@ pub struct Member {
     pub parts: Vec<(PathBuf, SharedStorage)>,
     /// Its header, as it was before opening.
     pub head: Box<dyn Head>,
+    /// It was not closed, and is read as it will be once it is recovered. The file is as it was found.
+    pub is_replayed: bool,
     /// Whether it stands for a snapshot inside it, whose name in the image above says all that could change.
     pub is_snapshot: bool,
     /// What its format made of it: the disk, over those below, and the snapshots.
@@ -288,6 +290,7 @@ struct Found {
     data_file: Option<(PathBuf, SharedStorage)>,
     parts: Vec<(PathBuf, SharedStorage)>,
     head: Box<dyn Head>,
+    is_replayed: bool,
 }
 
 impl Found {
@@ -398,13 +401,14 @@ impl Chain {
         };
         let base_files = below.as_ref().map(|below| files_below(below.members())).unwrap_or_default();
         let tap = tap_over(below.as_ref(), &base_files, options);
-        let Found { path, storage, data_file, parts, head } = image;
+        let Found { path, storage, data_file, parts, head, is_replayed } = image;
         let files = files_of(&storage, data_file.as_ref(), over(below.as_ref(), tap.as_ref()));
         let opened = open_disk(&*head, files, &parts, how).await;
         let opened = opened.map_err(|error| way_down::describe(error, &path, 0))?;
         let is_snapshot = options.snapshot.is_some();
+        let flash = None;
         let mut top =
-            Member { path, storage, data_file, parts, head, is_snapshot, opened, flash: None, tables };
+            Member { path, storage, data_file, parts, head, is_replayed, is_snapshot, opened, flash, tables };
         if let Some(tap) = &tap {
             tap.is_below(&*top.opened.disk);
         }
@@ -681,7 +685,8 @@ async fn find_file(opener: &dyn Opener, step: &Step, options: &ChainOptions) -> 
         // Its content is read in another way (`forks`). Whoever writes the file may be doing so now.
         let storage = opener.open(canonical, path, Purpose::Look).await?;
         let head = FormatKind::Native.format().read(&*storage).await?;
-        let found = Found { path: path.clone(), storage, data_file: None, parts: Vec::new(), head };
+        let (data_file, parts) = (None, Vec::new());
+        let found = Found { path: path.clone(), storage, data_file, parts, head, is_replayed: false };
         return Ok((Trust::Declared, found));
     }
     let writes = options.writes_at(*depth);
@@ -697,10 +702,10 @@ async fn find_file(opener: &dyn Opener, step: &Step, options: &ChainOptions) -> 
             path.display()
         )));
     }
-    let storage = match writes {
-        true => storage,
+    let (storage, is_replayed) = match writes {
+        true => (storage, false),
         false => {
-            let read = replayed(opener, canonical, path, storage, kind).await?;
+            let read = replayed_or_closed(opener, canonical, path, storage, kind).await?;
             read.ok_or_else(|| being_written(path))?
         }
     };
@@ -720,7 +725,7 @@ async fn find_file(opener: &dyn Opener, step: &Step, options: &ChainOptions) -> 
     for name in head.parts() {
         parts.push(open_part(opener, step, &storage, trust, name, options).await?);
     }
-    Ok((trust, Found { path: path.clone(), storage, data_file, parts, head }))
+    Ok((trust, Found { path: path.clone(), storage, data_file, parts, head, is_replayed }))
 }
 
 /// A file that an image names as a part of itself. It is only read.
@@ -768,8 +773,20 @@ pub async fn replayed(
     storage: SharedStorage,
     kind: FormatKind,
 ) -> Result<Option<SharedStorage>> {
+    let read = replayed_or_closed(opener, canonical, name, storage, kind).await?;
+    Ok(read.map(|(storage, _)| storage))
+}
+
+/// As above, with whether it had to be replayed.
+async fn replayed_or_closed(
+    opener: &dyn Opener,
+    canonical: &Path,
+    name: &Path,
+    storage: SharedStorage,
+    kind: FormatKind,
+) -> Result<Option<(SharedStorage, bool)>> {
     if !needs_replay(&*storage, kind).await? {
-        return Ok(Some(storage));
+        return Ok(Some((storage, false)));
     }
     let locked = match opener.open(canonical, name, Purpose::Replay).await {
         Err(error) if error.kind() == ErrorKind::Locked => return Ok(None),
@@ -777,8 +794,8 @@ pub async fn replayed(
     };
     // It may have been closed meanwhile.
     match needs_replay(&*locked, kind).await? {
-        true => replayed_in_memory(locked, kind).await.map(Some),
-        false => Ok(Some(locked)),
+        true => replayed_in_memory(locked, kind).await.map(|read| Some((read, true))),
+        false => Ok(Some((locked, false))),
     }
 }
 

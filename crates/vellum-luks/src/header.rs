@@ -343,6 +343,11 @@ impl Header {
         self.hash
     }
 
+    /// Bytes of the master key.
+    pub fn key_len(&self) -> usize {
+        self.key_len
+    }
+
     /// The UUID, as text.
     pub fn uuid(&self) -> &str {
         &self.uuid

@@ -54,7 +54,7 @@ impl Server {
                 description: String::new(),
                 disk: disk.clone(),
                 read_only: false,
-                bitmaps: Vec::new(),
+                marks: None,
             })
             .unwrap();
         *self.exports.borrow_mut() = exports;

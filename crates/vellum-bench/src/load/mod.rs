@@ -248,7 +248,7 @@ mod tests {
                     description: String::new(),
                     disk,
                     read_only: false,
-                    bitmaps: Vec::new(),
+                    marks: None,
                 };
                 exports.add(export).unwrap();
                 let listener = Listener::bind(&Address::unix(&address)).await.unwrap();

@@ -15,6 +15,7 @@ use vellum_export::Shutdown;
 use vellum_export::nbd::{Export, OnDemand};
 use vellum_format::image::{ClosedSnapshots, SnapshotSupport, Wanted};
 
+use super::marks::Offered;
 use super::{Disks, IS_READ, Served, Step, Top, facts, kept, none_in, reads_a_snapshot};
 use crate::clones_of::with_clones;
 use crate::closed::{refuse_own_name, since_1970};
@@ -168,7 +169,7 @@ impl OnDemand for SnapshotExports {
                     description: String::new(),
                     disk: CheckedDisk::new(served.valve.beside(disk)),
                     read_only: true,
-                    bitmaps: Vec::new(),
+                    marks: Some(Arc::new(Offered::of_snapshot(served.own.clone(), wanted))),
                 };
                 return Some((export, served.readers.clone()));
             }

@@ -23,7 +23,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use event_listener::Event;
 use vellum_core::{Error, ErrorKind, Result, SharedDisk, lock, witnessed_by_connection};
 
-use super::status::SharedMarks;
+use super::status::{OffersMarks, SharedMarks};
 use super::wire;
 use crate::shutdown::Shutdown;
 
@@ -38,8 +38,8 @@ pub struct Export {
     pub disk: SharedDisk,
     /// Writes are refused, also when the disk would take them.
     pub read_only: bool,
-    /// The bitmaps that clients may ask for, at most 65,535.
-    pub bitmaps: Vec<SharedMarks>,
+    /// What clients may ask for besides its map: bitmaps, what differs from snapshots.
+    pub marks: Option<Arc<dyn OffersMarks>>,
 }
 
 /// Exports that exist without being added: created when a client asks for one.
@@ -276,10 +276,14 @@ impl Exports {
         self.shows(name) && is_there() || self.find_on_demand(name).is_some()
     }
 
-    /// The bitmaps of an export.
-    pub(super) fn bitmaps(&self, name: &str) -> Vec<SharedMarks> {
+    /// What an export is marked with now.
+    pub(super) fn marks(&self, name: &str) -> Vec<SharedMarks> {
         let entry = self.lock().get(name).filter(|_| self.shows(name)).cloned();
-        entry.map_or_else(Vec::new, |entry| entry.export.bitmaps.clone())
+        let offers = match entry {
+            Some(entry) => entry.export.marks.clone(),
+            None => self.find_on_demand(name).and_then(|(export, _)| export.marks),
+        };
+        offers.map_or_else(Vec::new, |offers| offers.marks())
     }
 
     pub(crate) fn attach(&self, name: &str) -> Option<Attached> {
@@ -433,7 +437,7 @@ mod tests {
             description: String::new(),
             disk: MemoryDisk::new(4096),
             read_only: false,
-            bitmaps: Vec::new(),
+            marks: None,
         }
     }
 

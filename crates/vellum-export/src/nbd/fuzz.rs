@@ -157,13 +157,8 @@ pub fn fuzz_session(data: &[u8]) {
 
 fn exports(disk: SharedDisk, read_only: bool) -> Exports {
     let exports = Exports::new();
-    let export = Export {
-        name: String::new(),
-        description: "fuzzed".to_owned(),
-        disk,
-        read_only,
-        bitmaps: Vec::new(),
-    };
+    let export =
+        Export { name: String::new(), description: "fuzzed".to_owned(), disk, read_only, marks: None };
     exports.add(export).expect("the first export");
     exports
 }

@@ -30,7 +30,7 @@
 use super::ending::Ending;
 use super::exports::{Attached, Export, Exports};
 use super::limits::SessionLimits;
-use super::status::{Contexts, MetaContext};
+use super::status::{Contexts, MetaContext, SharedMarks};
 use super::terms::{Headers, Terms};
 use super::wire::{
     self, ContextRequest, InfoRequest, OptionHeader, handshake_flag, info, option, option_reply as reply,
@@ -40,6 +40,8 @@ use super::wire::{
 pub(super) struct Negotiated {
     pub(super) attached: Attached,
     pub(super) terms: Terms,
+    /// What the chosen contexts are about, by their numbers.
+    pub(super) marks: Vec<SharedMarks>,
     /// The client can be sent the error that there is no free seat.
     pub(super) may_be_refused: bool,
 }
@@ -90,6 +92,14 @@ enum State {
     },
 }
 
+/// Contexts that a client has chosen.
+struct Chosen {
+    export: String,
+    contexts: Contexts,
+    /// As it was marked then: names may come and go, and numbers stay what the client was told.
+    marks: Vec<SharedMarks>,
+}
+
 /// One client's handshake, from its flags on.
 pub(super) struct Handshake<'a> {
     exports: &'a Exports,
@@ -102,7 +112,7 @@ pub(super) struct Handshake<'a> {
     no_zeroes: bool,
     headers: Headers,
     /// The contexts that were chosen last, and for which export.
-    chosen: Option<(String, Contexts)>,
+    chosen: Option<Chosen>,
 }
 
 impl<'a> Handshake<'a> {
@@ -298,13 +308,13 @@ impl<'a> Handshake<'a> {
         let Some(attached) = attached else {
             return Step::End(Ending::Refused("no such export"));
         };
-        let terms = self.terms(attached.export(), false);
+        let (terms, marks) = self.terms(attached.export(), false);
         out.extend_from_slice(&terms.size.to_be_bytes());
         out.extend_from_slice(&terms.flags().to_be_bytes());
         if !self.no_zeroes {
             out.extend_from_slice(&[0; 124]);
         }
-        Step::Enter(Negotiated { attached, terms, may_be_refused: false })
+        Step::Enter(Negotiated { attached, terms, marks, may_be_refused: false })
     }
 
     /// `NBD_OPT_INFO` and `NBD_OPT_GO`, which differ only in what follows.
@@ -318,7 +328,7 @@ impl<'a> Handshake<'a> {
             return None;
         };
         let export = attached.export();
-        let terms = self.terms(export, request.wants(info::BLOCK_SIZE));
+        let (terms, marks) = self.terms(export, request.wants(info::BLOCK_SIZE));
         let mut fact = |kind: u16, parts: &[&[u8]]| {
             let kind = kind.to_be_bytes();
             let mut data = vec![&kind[..]];
@@ -338,16 +348,16 @@ impl<'a> Handshake<'a> {
         let sizes = [terms.block_min, terms.block_preferred, terms.payload_max].map(u32::to_be_bytes);
         fact(info::BLOCK_SIZE, &[sizes.as_flattened()]);
         acknowledge(out, option);
-        Some(Negotiated { attached, terms, may_be_refused: true })
+        Some(Negotiated { attached, terms, marks, may_be_refused: true })
     }
 
-    fn terms(&self, export: &Export, keeps_sizes: bool) -> Terms {
+    /// The terms for this export, and what it is marked with, as far as the client has asked for that.
+    fn terms(&self, export: &Export, keeps_sizes: bool) -> (Terms, Vec<SharedMarks>) {
         let terms = Terms::new(&export.disk.geometry(), export.read_only, keeps_sizes, self.limits);
-        let contexts = match &self.chosen {
-            Some((name, contexts)) if *name == export.name => contexts.clone(),
-            _ => Contexts::default(),
-        };
-        Terms { headers: self.headers, contexts, ..terms }
+        let chosen = self.chosen.as_ref().filter(|chosen| chosen.export == export.name);
+        let contexts = chosen.map_or_else(Contexts::default, |chosen| chosen.contexts.clone());
+        let marks = chosen.map_or_else(Vec::new, |chosen| chosen.marks.clone());
+        (Terms { headers: self.headers, contexts, ..terms }, marks)
     }
 
     fn list(&self, out: &mut Vec<u8>) {
@@ -373,7 +383,7 @@ impl<'a> Handshake<'a> {
     fn list_contexts(&self, data: &[u8], out: &mut Vec<u8>) {
         let option = option::LIST_META_CONTEXT;
         let Some(request) = self.context_request(option, data, out) else { return };
-        for (_, name) in MetaContext::all(&self.exports.bitmaps(request.name)) {
+        for (_, name) in MetaContext::all(&self.exports.marks(request.name)) {
             let queries = &request.queries;
             if queries.is_empty() || queries.iter().any(|query| MetaContext::is_matched(&name, query)) {
                 put(out, option, reply::META_CONTEXT, &[&[0; 4], name.as_bytes()]);
@@ -388,15 +398,15 @@ impl<'a> Handshake<'a> {
         // fails)."
         self.chosen = None;
         let Some(request) = self.context_request(option, data, out) else { return };
-        let mut contexts = Contexts::default();
-        for (context, name) in MetaContext::all(&self.exports.bitmaps(request.name)) {
+        let (mut contexts, marks) = (Contexts::default(), self.exports.marks(request.name));
+        for (context, name) in MetaContext::all(&marks) {
             if request.queries.iter().any(|query| *query == name) {
                 contexts.select(context);
                 let id = context.id().to_be_bytes();
                 put(out, option, reply::META_CONTEXT, &[&id, name.as_bytes()]);
             }
         }
-        self.chosen = Some((request.name.to_owned(), contexts));
+        self.chosen = Some(Chosen { export: request.name.to_owned(), contexts, marks });
         acknowledge(out, option);
     }
 

@@ -45,5 +45,5 @@ pub use ending::Ending;
 pub use exports::{Export, Exports, OnDemand, Removed, SentAway, Suspended, View};
 pub use limits::SessionLimits;
 pub use session::{serve_client, serve_connection, serve_connection_with};
-pub use status::{Marks, SharedMarks};
+pub use status::{Marked, Marks, MarksKind, OffersMarks, SharedMarks};
 pub use tls::{Tls, TlsPolicy};

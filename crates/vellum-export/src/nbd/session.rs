@@ -125,7 +125,7 @@ pub async fn serve_client(
     let ended = or(until_shutdown(shutdown), until_shutdown(client.shutdown()));
     let opening = or(ended, or(negotiate(client, clock, tls, stream, exports, limits), deadline));
     let ending = match opening.await {
-        Ok(Opening { negotiated: Negotiated { attached, terms, .. }, sealed, early }) => {
+        Ok(Opening { negotiated: Negotiated { attached, terms, marks, .. }, sealed, early }) => {
             let export = attached.export();
             let has_tls = sealed.is_some();
             let (peer, subject) = (client.peer(), sealed.as_ref().and_then(TlsStream::subject));
@@ -137,8 +137,7 @@ pub async fn serve_client(
             let stream = sealed.as_ref().map_or(stream, |sealed| sealed as &dyn ByteStream);
             let watches = [shutdown, attached.shutdown(), attached.told(), client.shutdown()].map(Watch::new);
             let disk = attached.disk();
-            let bitmaps = &export.bitmaps[..];
-            let ground = Ground { client, clock, stream, disk, terms: &terms, bitmaps, limits };
+            let ground = Ground { client, clock, stream, disk, terms: &terms, marks: &marks, limits };
             let ending = transmit(ground, watches, &early).await;
             tracing::info!(peer, export = export.name, %ending, "a client has disconnected");
             ending

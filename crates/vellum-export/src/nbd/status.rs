@@ -16,8 +16,8 @@
 //!    is queried a slice at a time (`slices`), other tasks have their turn after each, and the answer ends
 //!    when the client has left.
 //!
-//! A new context is a new [`MetaContext`]. A dirty bitmap has a source of its own ([`Marks`]): its runs are found beside the map
-//! and folded in the same way.
+//! A new context is a new [`MetaContext`]. What an export is marked with (dirty bitmaps, what differs from a snapshot) has a source of
+//! its own ([`Marks`]): its runs are found beside the map and folded in the same way.
 //!
 //! Source: NBD protocol, "Metadata querying", `NBD_CMD_BLOCK_STATUS`; QEMU's `docs/interop/nbd.rst` for the
 //! `qemu:` namespace.
@@ -25,7 +25,7 @@
 use std::sync::Arc;
 
 use futures_lite::future::yield_now;
-use vellum_core::{Error, GuestSpan, LocalFuture, MergedExtent, PlaceKind, Result, SharedDisk};
+use vellum_core::{Error, GuestOffset, GuestSpan, LocalFuture, MergedExtent, PlaceKind, Result, SharedDisk};
 
 use super::sparse::{Outlook, stop_if_left};
 use super::wire::allocation;
@@ -55,37 +55,73 @@ pub(super) enum MetaContext {
     Allocation,
     /// `qemu:allocation-depth`: how many images up the chain the data is; 0 where no image has any.
     AllocationDepth,
-    /// `qemu:dirty-bitmap:NAME`: what is marked in a bitmap of the export, by its number there.
-    Bitmap(u16),
+    /// `qemu:dirty-bitmap:NAME`, `vellum:diff:NAME`: what is marked of the export, by its number among its marks.
+    Marked(u16),
 }
 
-/// What the name of a bitmap follows.
-const BITMAP_PREFIX: &str = "qemu:dirty-bitmap:";
+/// What marks are of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MarksKind {
+    /// `qemu:dirty-bitmap:NAME`: what has changed since a bitmap was cleared.
+    Bitmap,
+    /// `vellum:diff:NAME`: what differs from a snapshot.
+    Diff,
+}
 
-/// What is marked in a bitmap of a disk.
+impl MarksKind {
+    const ALL: [Self; 2] = [Self::Bitmap, Self::Diff];
+
+    /// What the name follows.
+    const fn prefix(self) -> &'static str {
+        match self {
+            Self::Bitmap => "qemu:dirty-bitmap:",
+            Self::Diff => "vellum:diff:",
+        }
+    }
+}
+
+/// Parts of a disk that are marked.
 pub trait Marks: Send + Sync {
+    /// What they are of.
+    fn kind(&self) -> MarksKind;
+
     /// Its name.
     fn name(&self) -> &str;
 
-    /// Runs of the disk that are marked, in order and apart from each other, as far as they lie in `span`; no more than `most`.
-    fn marked(&self, span: GuestSpan, most: usize) -> LocalFuture<'_, Result<Vec<GuestSpan>>>;
+    /// What is marked in `span`, from its start: no more than `most` runs. May stop early, but not at the start.
+    fn marked(&self, span: GuestSpan, most: usize) -> LocalFuture<'_, Result<Marked>>;
 }
 
-/// The bitmaps of an export.
+/// What is marked in a run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Marked {
+    /// Runs that are marked, in order and apart from each other.
+    pub runs: Vec<GuestSpan>,
+    /// Nothing else is marked before this.
+    pub until: GuestOffset,
+}
+
+/// The marks of one kind and name.
 pub type SharedMarks = Arc<dyn Marks>;
+
+/// What an export is marked with.
+pub trait OffersMarks: Send + Sync {
+    /// All that clients may ask for now. What is beyond the first 65,536 is not offered.
+    fn marks(&self) -> Vec<SharedMarks>;
+}
 
 impl MetaContext {
     const FIXED: [Self; 2] = [Self::Allocation, Self::AllocationDepth];
 
-    /// All contexts of an export with these bitmaps, each with its name.
-    pub(super) fn all(bitmaps: &[SharedMarks]) -> Vec<(Self, String)> {
+    /// All contexts of an export with these marks, each with its name.
+    pub(super) fn all(marks: &[SharedMarks]) -> Vec<(Self, String)> {
         let fixed = Self::FIXED.into_iter().map(|context| match context {
             Self::AllocationDepth => (context, "qemu:allocation-depth".to_owned()),
             _ => (context, "base:allocation".to_owned()),
         });
-        let named = (0..)
-            .zip(bitmaps)
-            .map(|(number, one)| (Self::Bitmap(number), format!("{BITMAP_PREFIX}{}", one.name())));
+        let named = (0..=u16::MAX)
+            .zip(marks)
+            .map(|(number, one)| (Self::Marked(number), format!("{}{}", one.kind().prefix(), one.name())));
         fixed.chain(named).collect()
     }
 
@@ -94,15 +130,17 @@ impl MetaContext {
         match self {
             Self::Allocation => 1,
             Self::AllocationDepth => 2,
-            Self::Bitmap(number) => 3 + u32::from(number),
+            Self::Marked(number) => 3 + u32::from(number),
         }
     }
 
     /// Whether a query for a list means the context of this name, or a whole namespace that it is in: `base:`, `qemu:`,
-    /// `qemu:dirty-bitmap:`.
+    /// `qemu:dirty-bitmap:`, `vellum:`, `vellum:diff:`.
     pub(super) fn is_matched(name: &str, query: &str) -> bool {
         let is_namespace = |prefix: &str| query == prefix && name.starts_with(prefix);
-        query == name || ["base:", "qemu:", BITMAP_PREFIX].into_iter().any(is_namespace)
+        let namespaces =
+            ["base:", "qemu:", "vellum:"].into_iter().chain(MarksKind::ALL.map(MarksKind::prefix));
+        query == name || namespaces.into_iter().any(is_namespace)
     }
 
     fn status_of(self, extent: &MergedExtent<PlaceKind>) -> u32 {
@@ -116,7 +154,7 @@ impl MetaContext {
             (Self::Allocation, PlaceKind::Data | PlaceKind::Compressed) => 0,
             (Self::AllocationDepth, PlaceKind::Below) => 0,
             (Self::AllocationDepth, _) => u32::try_from(extent.depth + 1).unwrap_or(u32::MAX),
-            (Self::Bitmap(_), _) => 0,
+            (Self::Marked(_), _) => 0,
         }
     }
 
@@ -128,8 +166,17 @@ impl MetaContext {
             // A block counts as belonging to the nearest image that has some of it.
             Self::AllocationDepth if one == 0 || other == 0 => one.max(other),
             Self::AllocationDepth => one.min(other),
-            // A block is dirty if some of it is.
-            Self::Bitmap(_) => one | other,
+            // A block is marked if some of it is.
+            Self::Marked(_) => one | other,
+        }
+    }
+
+    /// The status of a block of which only a part is known: one that promises nothing.
+    fn unknown(self) -> u32 {
+        match self {
+            // "A server MAY always safely report a status of 0 for any block".
+            Self::Allocation | Self::AllocationDepth => 0,
+            Self::Marked(_) => MARKED,
         }
     }
 }
@@ -173,8 +220,8 @@ pub(super) struct Question<'a> {
     /// Runs are multiples of this; the span is one.
     pub(super) block: u64,
     pub(super) contexts: &'a Contexts,
-    /// Those of the export.
-    pub(super) bitmaps: &'a [SharedMarks],
+    /// Those that the client was told of.
+    pub(super) marks: &'a [SharedMarks],
 }
 
 /// The runs of each context, from the start of the span. They may end early.
@@ -183,15 +230,16 @@ pub(super) async fn block_status(
     question: Question<'_>,
     outlook: &Outlook,
 ) -> Result<Statuses> {
-    let Question { span, runs_max, block, contexts, bitmaps } = question;
+    let Question { span, runs_max, block, contexts, marks } = question;
     let mut statuses = Statuses::new();
     for context in contexts.iter() {
-        let MetaContext::Bitmap(number) = context else { continue };
-        let marks = bitmaps.get(usize::from(number));
-        let marks = marks.ok_or_else(|| Error::invalid("the export has other bitmaps now: connect again"))?;
-        statuses.push((context, dirty_runs(&**marks, context, question).await?));
+        let MetaContext::Marked(number) = context else { continue };
+        let its = marks.get(usize::from(number));
+        let its = its.ok_or_else(|| Error::invalid("the export has no such marks: connect again"))?;
+        statuses.push((context, marked_runs(&**its, context, question).await?));
+        stop_if_left(outlook)?;
     }
-    let of_the_map = contexts.iter().filter(|context| !matches!(context, MetaContext::Bitmap(_)));
+    let of_the_map = contexts.iter().filter(|context| !matches!(context, MetaContext::Marked(_)));
     let mut folders: Vec<Folder> = of_the_map.map(|context| Folder::new(context, block, runs_max)).collect();
     if folders.is_empty() {
         return Ok(statuses);
@@ -227,28 +275,32 @@ pub(super) async fn block_status(
     Ok(statuses)
 }
 
-/// The runs of a bitmap.
-async fn dirty_runs(marks: &dyn Marks, context: MetaContext, question: Question<'_>) -> Result<Vec<Run>> {
+/// The runs of what is marked.
+async fn marked_runs(marks: &dyn Marks, context: MetaContext, question: Question<'_>) -> Result<Vec<Run>> {
     let Question { span, runs_max, block, .. } = question;
     let most = runs_max.div_ceil(2) + 1;
-    let marked = marks.marked(span, most).await?;
+    let Marked { runs, until } = marks.marked(span, most).await?;
     let mut folder = Folder::new(context, block, runs_max);
     let mut at = span.start();
-    for run in &marked {
+    for run in &runs {
         let run = run.intersect(span);
         folder.push(run.start().bytes().saturating_sub(at.bytes()), 0);
-        folder.push(run.len(), DIRTY);
+        folder.push(run.len(), MARKED);
         at = run.end();
     }
-    let is_whole = marked.len() < most;
-    if is_whole {
-        folder.push(span.end().bytes() - at.bytes(), 0);
+    let until = until.min(span.end());
+    if runs.len() < most {
+        folder.push(until.bytes().saturating_sub(at.bytes()), 0);
+        at = at.max(until);
     }
-    Ok(folder.finish(is_whole))
+    if at == span.start() && !span.is_empty() {
+        return Err(Error::corrupt("nothing is known of what is marked"));
+    }
+    Ok(folder.finish(at == span.end()))
 }
 
-/// The status of what is marked in a bitmap.
-const DIRTY: u32 = 1;
+/// The status of what is marked.
+const MARKED: u32 = 1;
 
 /// Joins statuses into runs of whole blocks.
 struct Folder {
@@ -302,9 +354,10 @@ impl Folder {
     fn finish(mut self, to_the_end: bool) -> Vec<Run> {
         match self.begun.take() {
             Some(begun) if to_the_end => self.emit(begun),
-            // The limit of queries was reached with less than one block described: "a server MAY always
-            // safely report a status of 0 for any block".
-            Some(_) if self.runs.is_empty() => self.emit(Run { len: self.block, status: 0 }),
+            // The limit of queries was reached with less than one block described.
+            Some(_) if self.runs.is_empty() => {
+                self.emit(Run { len: self.block, status: self.context.unknown() });
+            }
             _ => {}
         }
         self.runs
@@ -313,7 +366,7 @@ impl Folder {
 
 #[cfg(test)]
 mod tests {
-    use vellum_core::GuestOffset;
+    use futures_lite::future::block_on;
 
     use super::*;
 
@@ -419,32 +472,86 @@ mod tests {
 
     #[test]
     fn queries_name_a_context_or_its_namespace() {
-        struct Daily;
-        impl Marks for Daily {
-            fn name(&self) -> &str {
-                "daily"
-            }
-
-            fn marked(&self, _span: GuestSpan, _most: usize) -> LocalFuture<'_, Result<Vec<GuestSpan>>> {
-                unreachable!("it is only named")
-            }
-        }
-        let all = MetaContext::all(&[Arc::new(Daily)]);
-        assert_eq!(all.iter().map(|(context, _)| context.id()).collect::<Vec<_>>(), [1, 2, 3]);
+        let marks = |kind| Arc::new(Named(kind, Vec::new(), None)) as SharedMarks;
+        let all = MetaContext::all(&[marks(MarksKind::Bitmap), marks(MarksKind::Diff)]);
+        assert_eq!(all.iter().map(|(context, _)| context.id()).collect::<Vec<_>>(), [1, 2, 3, 4]);
         let matched = |query| {
             let is_matched: Vec<bool> =
                 all.iter().map(|(_, name)| MetaContext::is_matched(name, query)).collect();
-            <[bool; 3]>::try_from(is_matched).expect("three")
+            <[bool; 4]>::try_from(is_matched).expect("four")
         };
-        assert_eq!(matched("base:allocation"), [true, false, false]);
-        assert_eq!(matched("base:"), [true, false, false]);
-        assert_eq!(matched("qemu:"), [false, true, true]);
-        assert_eq!(matched("qemu:dirty-bitmap:"), [false, false, true]);
-        assert_eq!(matched("qemu:dirty-bitmap:daily"), [false, false, true]);
-        for query in
-            ["", ":", "base", "base:alloc", "base:allocation ", "BASE:", "x-other:", "qemu:dirty-bitmap:d"]
-        {
-            assert_eq!(matched(query), [false, false, false], "{query}");
+        assert_eq!(matched("base:allocation"), [true, false, false, false]);
+        assert_eq!(matched("base:"), [true, false, false, false]);
+        assert_eq!(matched("qemu:"), [false, true, true, false]);
+        assert_eq!(matched("qemu:dirty-bitmap:"), [false, false, true, false]);
+        assert_eq!(matched("qemu:dirty-bitmap:daily"), [false, false, true, false]);
+        for query in ["vellum:", "vellum:diff:", "vellum:diff:daily"] {
+            assert_eq!(matched(query), [false, false, false, true], "{query}");
         }
+        for query in [
+            "",
+            ":",
+            "base",
+            "base:alloc",
+            "base:allocation ",
+            "BASE:",
+            "x-other:",
+            "qemu:dirty-bitmap:d",
+            "vellum",
+            "vellum:diff",
+            "vellum:diff:d",
+        ] {
+            assert_eq!(matched(query), [false; 4], "{query}");
+        }
+    }
+
+    /// Marks with this name, `daily`: these runs, known up to there.
+    struct Named(MarksKind, Vec<GuestSpan>, Option<u64>);
+
+    impl Marks for Named {
+        fn kind(&self) -> MarksKind {
+            self.0
+        }
+
+        fn name(&self) -> &str {
+            "daily"
+        }
+
+        fn marked(&self, span: GuestSpan, most: usize) -> LocalFuture<'_, Result<Marked>> {
+            let until = self.2.map_or(span.end(), GuestOffset::new);
+            let runs = self.1.iter().map(|run| run.intersect(GuestSpan::between(span.start(), until)));
+            let runs: Vec<_> = runs.filter(|run| !run.is_empty()).take(most).collect();
+            Box::pin(std::future::ready(Ok(Marked { runs, until })))
+        }
+    }
+
+    #[test]
+    fn marks_cover_what_is_known_in_whole_blocks() {
+        let context = MetaContext::Marked(0);
+        let told = |runs: &[(u64, u64)], until, runs_max, block| {
+            let runs = runs.iter().map(|(at, len)| GuestOffset::new(*at).span(*len)).collect();
+            let marks = Named(MarksKind::Diff, runs, until);
+            let (span, contexts) = (GuestOffset::ZERO.span(64), Contexts::default());
+            let question = Question { span, runs_max, block, contexts: &contexts, marks: &[] };
+            let runs = block_on(marked_runs(&marks, context, question));
+            runs.map(|runs| {
+                runs.iter().map(|run| format!("{}:{}", run.len, run.status)).collect::<Vec<_>>().join(" ")
+            })
+        };
+        assert_eq!(told(&[], None, 9, 8).unwrap(), "64:0");
+        assert_eq!(
+            told(&[(16, 8), (40, 4)], None, 9, 8).unwrap(),
+            "16:0 8:1 16:0 8:1 16:0",
+            "a part of a block"
+        );
+        assert_eq!(told(&[(16, 8), (40, 4)], None, 3, 8).unwrap(), "16:0 8:1 16:0", "no more runs");
+        assert_eq!(told(&[(16, 8)], Some(32), 9, 8).unwrap(), "16:0 8:1 8:0", "no more is known");
+        assert_eq!(told(&[(16, 8)], Some(20), 9, 8).unwrap(), "16:0", "of the last block only a part");
+        assert_eq!(
+            told(&[], Some(4), 9, 8).unwrap(),
+            "8:1",
+            "of the first block only a part: it may be marked"
+        );
+        assert!(told(&[], Some(0), 9, 8).is_err(), "nothing would be answered");
     }
 }

@@ -69,20 +69,20 @@ pub(super) struct Ground<'a> {
     /// As this session uses it.
     pub(super) disk: &'a SharedDisk,
     pub(super) terms: &'a Terms,
-    pub(super) bitmaps: &'a [SharedMarks],
+    pub(super) marks: &'a [SharedMarks],
     pub(super) limits: &'a SessionLimits,
 }
 
 /// Serves requests until the client leaves or is disconnected, or a shutdown is requested.
 pub(super) async fn transmit(ground: Ground<'_>, mut watches: [Watch<'_>; 4], early: &[u8]) -> Ending {
-    let Ground { client, clock, stream, disk, terms, bitmaps, limits } = ground;
+    let Ground { client, clock, stream, disk, terms, marks, limits } = ground;
     let outlook = Outlook::new();
     let mut session = Session {
         client,
         stream,
         disk,
         terms,
-        bitmaps,
+        marks,
         outlook: &outlook,
         intake: Intake::new(stream, limits.receive_bytes, early),
         flight: Flight::new(limits.requests_max),
@@ -113,7 +113,7 @@ struct Session<'a> {
     stream: &'a dyn ByteStream,
     disk: &'a SharedDisk,
     terms: &'a Terms,
-    bitmaps: &'a [SharedMarks],
+    marks: &'a [SharedMarks],
     outlook: &'a Outlook,
     intake: Intake<'a>,
     flight: Flight<Running<'a>>,
@@ -219,7 +219,7 @@ impl Session<'_> {
                 Next::Begin(ticket, payload) => {
                     happened = true;
                     let running =
-                        Running::new(self.disk, self.terms, self.bitmaps, self.outlook, ticket, payload);
+                        Running::new(self.disk, self.terms, self.marks, self.outlook, ticket, payload);
                     if running.is_long() {
                         self.flight.start_long(running);
                     } else if let Some((ticket, outcome)) = self.flight.start(running) {

@@ -87,7 +87,7 @@ impl<'a> Running<'a> {
     pub(super) fn new(
         disk: &'a SharedDisk,
         terms: &'a Terms,
-        bitmaps: &'a [SharedMarks],
+        marks: &'a [SharedMarks],
         outlook: &'a Outlook,
         ticket: Ticket,
         payload: Buffer,
@@ -124,7 +124,7 @@ impl<'a> Running<'a> {
                     Headers::Extended => status::RUNS_MAX_EXTENDED,
                     Headers::Simple | Headers::Structured => status::RUNS_MAX,
                 };
-                let question = Question { span, runs_max, block, contexts: &terms.contexts, bitmaps };
+                let question = Question { span, runs_max, block, contexts: &terms.contexts, marks };
                 Work::Status(Box::pin(status::block_status(disk, question, outlook)))
             }
             Request::Disconnect => unreachable!("a goodbye is no work"),

@@ -119,13 +119,8 @@ impl Served {
         let workers = Workers::start(WorkersConfig { threads: 2, mode, ..WorkersConfig::default() })
             .expect("workers can be started");
         let exports = Exports::new();
-        let export = Export {
-            name: "disk".to_owned(),
-            description: String::new(),
-            disk,
-            read_only,
-            bitmaps: Vec::new(),
-        };
+        let export =
+            Export { name: "disk".to_owned(), description: String::new(), disk, read_only, marks: None };
         exports.add(export).expect("the name is free");
         Self {
             workers,

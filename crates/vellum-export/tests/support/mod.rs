@@ -126,13 +126,8 @@ impl World {
     /// Offers the same disk under one more name.
     pub fn offer(&self, name: &str, read_only: bool) {
         let description = format!("the disk {}", &name[..name.len().min(20)]);
-        let export = Export {
-            name: name.to_owned(),
-            description,
-            disk: self.disk.clone(),
-            read_only,
-            bitmaps: Vec::new(),
-        };
+        let export =
+            Export { name: name.to_owned(), description, disk: self.disk.clone(), read_only, marks: None };
         self.exports.add(export).expect("the name is free");
     }
 

@@ -161,6 +161,7 @@ impl Head for LuksHead {
                 detaching: None,
                 sessions: None,
                 bitmaps: None,
+                views: None,
                 tier: None,
             })
         })

@@ -25,6 +25,11 @@ impl GuestCipher {
         Self { cipher, unwritten, offload, parts: SharedOrAlone::default() }
     }
 
+    /// The cipher itself.
+    pub(crate) fn cipher(&self) -> Arc<SectorCipher> {
+        self.cipher.clone()
+    }
+
     /// The storage of guest data as it reads without encryption.
     pub(crate) fn plain(&self, data: SharedStorage) -> SharedStorage {
         let all = Ciphered::all_of(data, self.cipher.clone(), self.offload.clone());

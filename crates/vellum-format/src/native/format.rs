@@ -50,6 +50,7 @@ fn opened(native: Arc<Native>) -> Opened {
         detaching: Some(native),
         sessions,
         bitmaps: None,
+        views: None,
         tier,
     }
 }

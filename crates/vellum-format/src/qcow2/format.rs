@@ -19,12 +19,13 @@ use super::journal_setting::{
 };
 use super::layout::{JOURNAL_BYTES_DEFAULT, METADATA_PAGE, autoclear};
 use super::open::OpenOptions;
+use super::views::Viewed;
 use super::{Qcow2, encrypted, resize, snapshot, snapshots};
 use crate::closed_bitmaps::{BitmapChange, ClosedBitmaps, OpenBitmaps};
 use crate::handover::{Handover, may_change};
 use crate::image::{
     Amend, ClosedSnapshots, Compressing, Fact, Files, Format, Growth, Head, Machine, NewBacking,
-    OpenOptions as Options, Opened, Snapshot, SnapshotSupport, Wanted,
+    OpenOptions as Options, Opened, Snapshot, SnapshotSupport, Views, Wanted,
 };
 use crate::luks::{self, KeyArea};
 use crate::prealloc::Prealloc;
@@ -376,13 +377,17 @@ impl Head for Header {
 
     fn open<'a>(&'a self, files: Files, options: Options) -> LocalFuture<'a, Result<Opened>> {
         Box::pin(async move {
-            let may_write_nothing = options.read_only || options.snapshot.is_some();
+            let is_snapshot = options.snapshot.is_some();
+            let may_write_nothing = options.read_only || is_snapshot;
             let cipher = encrypted::unlock(self, &files.image, &options).await?;
             let disk = Qcow2::open(self.clone(), files, with_cipher(options, cipher)).await?;
             let sessions = disk.is_tied().then(|| disk.clone() as Arc<dyn Sessions>);
             let compressing = (!may_write_nothing).then(|| disk.clone() as Arc<dyn Compressing>);
             let bitmaps = self.bitmaps().map(|_| disk.clone() as Arc<dyn OpenBitmaps>);
-            Ok(Opened { disk, snapshots: None, compressing, detaching: None, sessions, bitmaps, tier: None })
+            let viewed = if is_snapshot { None } else { Viewed::of(&disk, self).await };
+            let views = viewed.map(|viewed| Arc::new(viewed) as Arc<dyn Views>);
+            let (snapshots, detaching, tier) = (None, None, None);
+            Ok(Opened { disk, snapshots, compressing, detaching, sessions, bitmaps, views, tier })
         })
     }
 

@@ -88,6 +88,7 @@ mod snapshots;
 mod table_edits;
 mod tail;
 mod tree;
+mod views;
 mod write;
 mod zero;
 

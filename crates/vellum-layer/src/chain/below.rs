@@ -126,7 +126,7 @@ impl Below {
                 fills: None,
                 options,
             };
-            let Found { path, storage, data_file, parts, head } = image;
+            let Found { path, storage, data_file, parts, head, is_replayed } = image;
             let opened = match &snapshots[index] {
                 None => open_disk(&*head, files_of(&storage, data_file.as_ref(), below), &parts, how).await,
                 Some(snapshot) => {
@@ -156,6 +156,7 @@ impl Below {
                             detaching: None,
                             sessions: None,
                             bitmaps: None,
+                            views: None,
                             tier: None,
                         }
                     })
@@ -176,6 +177,7 @@ impl Below {
                 data_file,
                 parts,
                 head,
+                is_replayed,
                 is_snapshot,
                 opened,
                 flash,

@@ -8,6 +8,7 @@ use vellum_format::FormatKind;
 use vellum_format::image::{Bitmap, BitmapChange, Bits, ClosedBitmaps, MergeSource};
 use vellum_layer::Chain;
 
+use crate::data_file::make_durable;
 use crate::image::{ImageOptions, open_file, open_file_replayed};
 
 /// The bitmaps of an image.
@@ -37,19 +38,17 @@ async fn opened(
     Ok((storage, bitmaps_of(path, kind)?))
 }
 
-/// Changes a bitmap of an image, in this order. A crash leaves all of it or nothing.
+/// Changes a bitmap of an image, in this order. A crash leaves all of it or nothing. What the disk reads as is durable before: a
+/// bitmap that is cleared says that this is what a copy has.
 ///
 /// # Errors
-/// As [`load`]; `Invalid` for an impossible name or granularity, `NoSpace` when there is no room.
-pub async fn change(
-    path: &Path,
-    format: Option<FormatKind>,
-    name: &str,
-    changes: &[BitmapChange],
-) -> Result<()> {
-    let options = ImageOptions { format, ..ImageOptions::default() };
-    let (storage, kind) = open_file(path, &options).await?;
-    bitmaps_of(path, kind)?.change(&storage, name, changes).await
+/// As [`load`]; `Invalid` for an impossible name or granularity, `NoSpace` when there is no room, `Refused` for a data file that the
+/// image may not have.
+pub async fn change(path: &Path, options: &ImageOptions, name: &str, changes: &[BitmapChange]) -> Result<()> {
+    let (storage, kind) = open_file(path, options).await?;
+    let bitmaps = bitmaps_of(path, kind)?;
+    make_durable(path, options, &storage, kind).await?;
+    bitmaps.change(&storage, name, changes).await // commit point
 }
 
 /// A bitmap of a disk, to be added to a copy of it.
@@ -77,12 +76,14 @@ pub async fn copies_of(chain: &Chain, skips_broken: bool) -> Result<Vec<BitmapCo
     Ok(copies)
 }
 
-/// Adds them to a copy of the disk, with the flags that they have. Each of them is added whole or not.
+/// Adds them to a copy of the disk that is durable, with the flags that they have. Each of them is added whole or not.
 ///
 /// # Errors
 /// As [`change`].
 pub async fn add_copies(path: &Path, format: FormatKind, copies: Vec<BitmapCopy>) -> Result<()> {
+    let options = ImageOptions { format: Some(format), ..ImageOptions::default() };
     for BitmapCopy { bitmap, bits } in copies {
+        let (storage, kind) = open_file(path, &options).await?;
         let mut changes = vec![
             BitmapChange::Add { granularity: Some(bitmap.granularity) },
             BitmapChange::Merge(MergeSource::Other(bits)),
@@ -90,7 +91,7 @@ pub async fn add_copies(path: &Path, format: FormatKind, copies: Vec<BitmapCopy>
         if !bitmap.is_auto {
             changes.push(BitmapChange::Disable);
         }
-        change(path, Some(format), &bitmap.name, &changes).await?;
+        bitmaps_of(path, kind)?.change(&storage, &bitmap.name, &changes).await?;
     }
     Ok(())
 }

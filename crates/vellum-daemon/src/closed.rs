@@ -15,6 +15,7 @@ use vellum_format::report::{CheckReport, JournalChange, Recovered, Repair};
 use vellum_format::session::{Session, may_use};
 
 use crate::clones_of::{refuse_while_cloned, with_clones};
+use crate::data_file::make_durable;
 use crate::host::canonical_path;
 use crate::image::{ImageOptions, open_file, open_file_replayed, open_image};
 use crate::inspect::len_below;
@@ -40,7 +41,11 @@ pub async fn check(path: &Path, options: &ImageOptions, repair: Repair) -> Resul
     let options = ImageOptions { read_only: repair == Repair::Nothing, ..options.clone() };
     let (storage, format) = match repair {
         Repair::Nothing => open_file_replayed(path, &options).await?,
-        _ => open_file(path, &options).await?,
+        _ => {
+            let (storage, format) = open_file(path, &options).await?;
+            make_durable(path, &options, &storage, format).await?;
+            (storage, format)
+        }
     };
     let mut lines = Vec::new();
     let report = format.format().check(&storage, repair, &mut |line| lines.push(line)).await?;
@@ -59,13 +64,15 @@ pub async fn check(path: &Path, options: &ImageOptions, repair: Repair) -> Resul
 ///
 /// # Errors
 /// What opening and the recovery say; `Corrupt` when something is left that cannot be repaired.
-pub async fn recover(path: &Path, format: Option<FormatKind>) -> Result<Recovered> {
-    let options = ImageOptions { format, ..ImageOptions::default() };
-    let (storage, kind) = open_file(path, &options).await?;
+pub async fn recover(path: &Path, options: &ImageOptions) -> Result<Recovered> {
+    let (storage, kind) = open_file(path, options).await?;
     let format = kind.format();
     let mut head = format.read(&*storage).await?;
     may_use(&path.display().to_string(), head.session(), None)?;
     let mut done = Recovered { was_dirty: head.was_left_open(), ..Recovered::default() };
+    if done.was_dirty {
+        make_durable(path, options, &storage, kind).await?;
+    }
     if head.needs_replay() {
         let context = || format!("can't recover {}", path.display());
         done.replayed = Some(format.recover(&storage).await.context(context)?);

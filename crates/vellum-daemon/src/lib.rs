@@ -7,7 +7,7 @@
 //!
 //! In reading order: [`host`] (files as the chain's opener), [`image`] (opening images), [`create`] (making
 //! them), [`mod@clone`] (making many over one template or snapshot), `clones_of` (finding those of a snapshot), [`inspect`] (reporting on them), [`mod@map`] (where their data is), [`closed`] (changing them while
-//! no server uses them), [`bitmaps`] (of them), [`backup`] (of what changed), [`mod@copy`] (whole disks: copied, compared), [`mod@convert`] (into another image), [`mod@measure`] (how large one will be), `window` (a part of a disk), `salvage` (one that is damaged), [`mod@bench`] (how fast one is),
+//! no server uses them), `data_file` (flushed before), [`bitmaps`] (of them), [`backup`] (of what changed), [`mod@copy`] (whole disks: copied, compared), [`mod@convert`] (into another image), [`mod@measure`] (how large one will be), `window` (a part of a disk), `salvage` (one that is damaged), [`mod@bench`] (how fast one is),
 //! [`keys`] (of encrypted images), [`signals`] (that end such work), [`spec`] (the description of a server), [`mod@serve`] and `server` (from
 //! its start to its end), `door` (accepting NBD clients), `tls`, `rights` (of sockets), `served` (its disks
 //! and their snapshots), `meter` (measuring their requests), `metrics` (the figures for Prometheus), `vhost`
@@ -31,6 +31,7 @@ pub mod control;
 pub mod convert;
 pub mod copy;
 pub mod create;
+mod data_file;
 pub mod delta;
 mod door;
 pub mod flash;

@@ -572,7 +572,7 @@ impl Served {
         let head = format.format().read(&*storage).await?;
         if head.was_left_open() && head.handover().is_none_or(Handover::allows_writing) {
             drop((head, storage));
-            recover(&self.path(), Some(self.format())).await?;
+            recover(&self.path(), &options).await?;
             let (storage, format) = open_file(&self.path(), &options).await?;
             return format.format().set_handover(&storage, after).await;
         }

@@ -522,7 +522,7 @@ mod tests {
             let file = fs::File::options().write(true).open(dir.0.join(name)).expect("our file");
             file.set_modified(old).expect("our file");
         }
-        let now = rustix::fs::stat(&dir.0.join(names[2])).expect("it is there").st_mtime;
+        let now = rustix::fs::stat(dir.0.join(names[2])).expect("it is there").st_mtime;
         sweep(&dir.0, now - 3600);
         assert!(used.path().exists(), "somebody fills it");
         drop(used);

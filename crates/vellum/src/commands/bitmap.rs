@@ -8,10 +8,10 @@ use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches};
 use vellum_core::{Error, Result};
 use vellum_daemon::bitmaps::{change, load};
-use vellum_daemon::{BitmapChange, FormatKind, IoMode, MergeSource, run as run_worker};
+use vellum_daemon::{BitmapChange, FormatKind, ImageOptions, IoMode, MergeSource, run as run_worker};
 
 use super::Outcome;
-use crate::args::{parse_format, parse_size};
+use crate::args::{AllowArgs, parse_format, parse_size};
 
 /// Add, remove, clear, merge, enable or disable a bitmap of a qcow2 image
 ///
@@ -20,7 +20,8 @@ use crate::args::{parse_format, parse_size};
 /// of an image.
 ///
 /// Several options are carried out in their order, and all of them at once: a crash leaves the bitmaps as they were or as they
-/// were to be. The image must not be in use. It is checked first, and one that is damaged is refused.
+/// were to be. The image must not be in use. It is checked first, and one that is damaged is refused. A data file is made durable
+/// first.
 #[derive(clap::Args)]
 #[command(
     override_usage = "vellum bitmap [--add | --remove | --clear | --enable | --disable | --merge SOURCE]... [OPTIONS] FILE BITMAP"
@@ -40,6 +41,11 @@ pub(crate) struct Args {
     /// Format of the image: only qcow2 has bitmaps
     #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
     format: Option<FormatKind>,
+    /// Allow writing to FILE as the data file of the image
+    #[arg(long, value_name = "FILE")]
+    data_file: Vec<PathBuf>,
+    #[command(flatten)]
+    allow: AllowArgs,
     /// The image
     #[arg(value_name = "FILE")]
     file: PathBuf,
@@ -120,8 +126,14 @@ pub(crate) fn run(args: &Args) -> Outcome {
         () => {}
     }
     run_worker(IoMode::Auto, async || {
+        let options = ImageOptions {
+            format: args.format,
+            allow_dirs: args.allow.places(),
+            data_files: args.data_file.clone(),
+            ..ImageOptions::default()
+        };
         let changes = changes(args).await?;
-        change(&args.file, args.format, &args.bitmap, &changes).await
+        change(&args.file, &options, &args.bitmap, &changes).await
     })??;
     Ok(ExitCode::SUCCESS)
 }

@@ -5,32 +5,43 @@ use std::process::ExitCode;
 
 use serde_json::{Value, json};
 use vellum_daemon::closed::recover;
-use vellum_daemon::{FormatKind, IoMode, Recovery, run as run_worker};
+use vellum_daemon::{FormatKind, ImageOptions, IoMode, Recovery, run as run_worker};
 
 use super::Outcome;
-use crate::args::{OutputFormat, parse_format};
+use crate::args::{AllowArgs, OutputFormat, parse_format};
 use crate::output::{say, say_json};
 
 /// Recover an image that was not closed, for example after a power failure
 ///
 /// `vellum serve` does the same when it opens such an image. The journal is replayed; without a journal, the
 /// refcounts are repaired. A revert, a resize or a deletion of a snapshot that was interrupted is finished. No flushed
-/// data is lost.
+/// data is lost. A data file is made durable first.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the image: raw, qcow2 or vellum. Default: detected from the file
     #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
     format: Option<FormatKind>,
+    /// Allow writing to FILE as the data file of the image
+    #[arg(long, value_name = "FILE")]
+    data_file: Vec<PathBuf>,
     /// Output format
     #[arg(long, value_enum, default_value_t)]
     output: OutputFormat,
+    #[command(flatten)]
+    allow: AllowArgs,
     /// The image
     #[arg(value_name = "FILE")]
     file: PathBuf,
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
-    let recovered = run_worker(IoMode::Auto, async || recover(&args.file, args.format).await)??;
+    let options = ImageOptions {
+        format: args.format,
+        allow_dirs: args.allow.places(),
+        data_files: args.data_file.clone(),
+        ..ImageOptions::default()
+    };
+    let recovered = run_worker(IoMode::Auto, async || recover(&args.file, &options).await)??;
     let name = args.file.display();
     match args.output {
         OutputFormat::Json => {

@@ -101,7 +101,7 @@ fn a_chain_of_backups_is_what_the_disk_was() {
         assert_eq!(vellum(&["check", "-q", &image]).code, 0);
     }
     for (line, word) in [
-        (&["backup", "--bitmap", "none", &image, &dir.text("x")][..], "not kept up"),
+        (&["backup", "--bitmap", "none", &image, &dir.text("x")][..], "there is no bitmap named none"),
         (&["backup", "--bitmap", "daily", &image], "TARGET"),
         (&["backup", "--bitmap", "daily", &dir.text("content.raw"), &dir.text("x")], "raw"),
     ] {
@@ -284,7 +284,11 @@ fn a_disk_is_backed_up_while_guests_write() {
     assert!(counts.is_sorted() && *counts.last().expect("some") > 0, "{counts:?}");
     let target = dir.text("last.qcow2");
     served.json("backup", &["--bitmap", "daily", "--incremental", "-B", &last, "-F", "qcow2", &target]);
-    served.refuses(&["not kept up"], "backup", &["--bitmap", "none", &dir.text("x")]);
+    served.refuses(
+        &["there is no bitmap named none", "--add"],
+        "backup",
+        &["--bitmap", "none", &dir.text("x")],
+    );
     served.server.stop();
     assert!(content(&dir, &target) == content(&dir, &image));
     report(&format!("{} backups beside a guest that wrote {} times", counts.len() + 2, 3 * written));
@@ -328,4 +332,139 @@ fn clients_query_what_is_marked() {
     assert_eq!(dirty, 2, "QEMU shows what is marked as no data: {map}");
     client.disconnect();
     server.server.stop();
+}
+
+/// A server was killed, and what it wrote to the data file is in the page cache only. The disk reads it, so a copy has it: before the image
+/// says that nothing has changed since, or that it was closed, the data file is flushed. Seen at the system calls.
+#[test]
+fn a_data_file_is_flushed_before_the_image_relies_on_it() {
+    requires!("strace");
+    let dir = Dir::new("backups");
+    let (image, data) = (dir.text("disk.qcow2"), dir.text("data"));
+    let log = dir.text("calls");
+    let clear = ["bitmap", "--clear", &image, "daily"];
+    let allowed = ["bitmap", "--clear", "--data-file", &data, &image, "daily"];
+    let lines: [&[&str]; 4] = [&clear, &allowed, &["recover", &image], &["check", "-q", "-r", "all", &image]];
+    for line in lines {
+        let _ = (std::fs::remove_file(&image), std::fs::remove_file(&data));
+        let options = format!("data_file={data}");
+        vellum(&["create", "-q", "-f", "qcow2", "-o", &options, &image, "4M"]).answer();
+        vellum(&["bitmap", "--add", &image, "daily"]).answer();
+        let server = Controlled::start(&["-f", "qcow2", "--data-file", &data, &image]);
+        let mut client = server.client("");
+        client.write(1 << 20, &[1; 4096], 0).expect("a write");
+        client.flush().expect("a flush");
+        client.write(1 << 20, &[2; 4096], 0).expect("a write");
+        server.server.kill();
+        super::support::program::until_let_go(&image);
+        super::support::program::until_let_go(&data);
+        let mut command = std::process::Command::new("strace");
+        command.args(["-f", "-y", "-qq", "-o", &log, "-e", "inject=io_uring_setup:error=EPERM"]);
+        command.args(["-e", "trace=io_uring_setup,pwrite64,pwritev,pwritev2,fdatasync,fsync"]);
+        command.arg(env!("CARGO_BIN_EXE_vellum")).args(line).env("VELLUM_CONFIG", "/dev/null");
+        finish(command, None).answer();
+        let calls = std::fs::read_to_string(&log).expect("the log");
+        let first = |call: &str, file: &str| {
+            let is_it = |line: &str| line.contains(call) && line.contains(&format!("{file}>"));
+            calls.lines().position(is_it)
+        };
+        let flushed = first("sync(", &data).unwrap_or_else(|| panic!("{line:?}: not flushed:\n{calls}"));
+        let changed = first("sync(", &image).unwrap_or_else(|| panic!("{line:?}: not changed:\n{calls}"));
+        assert!(flushed < changed, "{line:?}: {calls}");
+    }
+    // Elsewhere than beside the image a data file is one that the user names.
+    let elsewhere = Dir::new("backups");
+    let other = elsewhere.text("data");
+    let options = format!("data_file={other}");
+    std::fs::remove_file(&image).expect("it is there");
+    vellum(&["create", "-q", "-f", "qcow2", "-o", &options, &image, "4M"]).answer();
+    let refused = vellum(&["bitmap", "--add", &image, "daily"]);
+    assert!(refused.code == 1 && refused.err.contains("--allow-dir"), "{refused:?}");
+    vellum(&["bitmap", "--add", "--data-file", &other, &image, "daily"]).answer();
+    std::fs::remove_file(&other).expect("it is there");
+    vellum(&["bitmap", "--remove", &image, "daily"]).answer();
+}
+
+/// Whoever ends the command does not want the backup: there is no new image, the bitmap is as before, and the same command makes it.
+#[test]
+fn a_served_backup_ends_with_its_command() {
+    const LARGE: usize = 192 << 20;
+    let dir = Dir::new("backups");
+    let image = dir.text("disk.qcow2");
+    vellum(&["create", "-q", "-f", "qcow2", &image, &LARGE.to_string()]).answer();
+    vellum(&["bitmap", "--add", &image, "daily"]).answer();
+    let served = Controlled::start(&["-f", "qcow2", &image]);
+    let full = dir.text("0.qcow2");
+    served.json("backup", &["--bitmap", "daily", &full]);
+    let mut client = served.client("");
+    let piece = noise(1 << 20, 41);
+    for at in (0..LARGE).step_by(piece.len()) {
+        client.write(at as u64, &piece, 0).expect("a write");
+    }
+    let target = dir.text("1.qcow2");
+    let words = ["--bitmap", "daily", "--incremental", "-B", &full, "-F", "qcow2", &target];
+    let mut stopped = 0;
+    for millis in [20, 50, 100, 150, 300] {
+        let mut command = vellum_command();
+        command.args(["backup", "--control", &served.socket]).args(words);
+        let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts");
+        std::thread::sleep(Duration::from_millis(millis));
+        let signal =
+            if millis % 20 == 0 { rustix::process::Signal::INT } else { rustix::process::Signal::KILL };
+        let is_over = child.try_wait().expect("a child").is_some();
+        let _ = rustix::process::kill_process(super::support::program::pid_of(&child), signal);
+        child.wait().expect("a child");
+        // Until nobody makes one any more.
+        super::support::until("the backup is given up", || {
+            let tried = served.ask("resize", &[&LARGE.to_string()]);
+            !tried.err.contains("a backup of it is being made")
+        });
+        if std::path::Path::new(&target).exists() {
+            break;
+        }
+        assert!(!is_over);
+        let left = dir.names().into_iter().filter(|name| name.contains(".vellum-")).count();
+        assert_eq!(left, 0, "its draft is removed");
+        stopped += 1;
+    }
+    if !std::path::Path::new(&target).exists() {
+        let done = served.json("backup", &words);
+        assert!(done["bytes-marked"].as_u64().expect("a number") >= LARGE as u64, "{done}");
+    }
+    client.disconnect();
+    served.server.stop();
+    assert!(content(&dir, &target) == content(&dir, &image));
+    report(&format!("{stopped} backups were given up with their commands"));
+    assert!(stopped > 0);
+}
+
+/// A signal that comes while the last data is copied is one that comes before the end.
+#[test]
+fn a_backup_that_is_interrupted_is_none() {
+    requires!("strace");
+    let dir = Dir::new("backups");
+    let image = new_image(&dir);
+    let (target, log) = (dir.text("0.qcow2"), dir.text("calls"));
+    let mut interrupted = 0;
+    for number in [3, 12, 20, 23] {
+        let mut command = std::process::Command::new("strace");
+        command.args(["-f", "-o", &log, "-e", "trace=pwritev,pwrite64,io_uring_setup"]);
+        command.args(["-e", "inject=io_uring_setup:error=EPERM"]);
+        command.args(["-e", &format!("inject=pwritev:signal=INT:when={number}")]);
+        command.arg(env!("CARGO_BIN_EXE_vellum")).args(["backup", "--bitmap", "daily", &image, &target]);
+        command.env("VELLUM_CONFIG", "/dev/null");
+        let ran = finish(command, None);
+        super::support::program::until_let_go(&image);
+        let is_there = std::path::Path::new(&target).exists();
+        assert_eq!(ran.code, if is_there { 0 } else { 130 }, "{number}: {ran:?}");
+        if is_there {
+            assert!(
+                content(&dir, &target) == content(&dir, &image),
+                "{number}: it lacks what was not copied"
+            );
+            std::fs::remove_file(&target).expect("it is there");
+        }
+        interrupted += usize::from(!is_there);
+    }
+    assert!(interrupted > 0);
 }

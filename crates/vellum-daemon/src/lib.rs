@@ -10,7 +10,7 @@
 //! no server uses them), `data_file` (flushed before), [`bitmaps`] (of them), [`backup`] (of what changed), [`mod@copy`] (whole disks: copied, compared), [`mod@convert`] (into another image), [`mod@measure`] (how large one will be), `window` (a part of a disk), `salvage` (one that is damaged), [`mod@bench`] (how fast one is),
 //! [`keys`] (of encrypted images), [`signals`] (that end such work), [`spec`] (the description of a server), [`mod@serve`] and `server` (from
 //! its start to its end), `door` (accepting NBD clients), `tls`, `rights` (of sockets), `served` (its disks
-//! and their snapshots), `meter` (measuring their requests), `metrics` (the figures for Prometheus), `vhost`
+//! and their snapshots), `new_top` (images that go on top of them), `meter` (measuring their requests), `metrics` (the figures for Prometheus), `vhost`
 //! (its sockets for virtual machines), `fuse` (its files), `ublk` (its block devices), `size_watchers` (the front
 //! ends that are notified when a disk has grown), `grow` (devices that become full), [`control`] (requests to
 //! it while it serves), `notify` (notifications to a service manager), [`stats`] (counters), [`template`]
@@ -48,6 +48,7 @@ mod meter;
 mod metrics;
 pub mod migrate;
 mod nbd_devices;
+mod new_top;
 mod notify;
 mod occupied;
 pub mod pins;

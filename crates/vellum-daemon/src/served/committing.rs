@@ -22,7 +22,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use vellum_core::{Error, ErrorKind, GuestOffset, Result, SharedDisk, lock};
-use vellum_format::{FormatKind, native, qcow2};
+use vellum_format::FormatKind;
 use vellum_io::{Draft, clock};
 use vellum_layer::merge::Merge;
 use vellum_layer::noted::Notes;
@@ -35,9 +35,10 @@ use crate::commit::{
     Plan, enlarge_base, give_pins_back, plan_of, put_pin, refuse_others, say_format, skip_merged,
 };
 use crate::contained::contained;
-use crate::create::{CreateTarget, backing_name, write_native, write_qcow2};
+use crate::create::backing_name;
 use crate::host::{Host, canonical_path};
 use crate::image::ImageOptions;
+use crate::new_top::NewTop;
 use crate::stats::JobStats;
 
 /// When no more than this is to be copied, requests wait for the rest.
@@ -86,6 +87,10 @@ impl Served {
         }
         self.is_the_same_file(Some(open)).await?;
         self.could_be_opened_again(Some(open)).await?;
+        let empty = match plan.from {
+            0 => Some(NewTop::like(open.top(), open.top().head.kind(), &self.image.secrets).await?),
+            _ => None,
+        };
         let size = plan.size();
         let job = Job::new("commit", (plan.base.clone(), plan.between()), size, wish.rate);
         if let Some(flash) = open.flash() {
@@ -133,7 +138,7 @@ impl Served {
         let what = format!("the commit of {}", self.shown());
         // It goes on when nobody waits for it.
         drop(self.workers.spawn(worker, move || async move {
-            let ended = contained(&what, its.carry_out_commit(&job, &plan)).await;
+            let ended = contained(&what, its.carry_out_commit(&job, &plan, empty)).await;
             match &ended {
                 Ok(image) => tracing::warn!(
                     "{} is on top from now on, and has everything that was committed",
@@ -185,6 +190,16 @@ impl Served {
     async fn may_commit(&self, open: &Chain, plan: &Plan) -> Result<()> {
         let base = plan.base.display();
         let (size, top) = (plan.layers[plan.from].size, open.top());
+        let depth = plan.layers.len();
+        let encrypted =
+            (plan.from..depth).map(|at| open.member(at)).find(|member| member.head.is_encrypted());
+        if let Some(member) = encrypted.filter(|_| !open.member(depth).head.is_encrypted()) {
+            return Err(Error::unsupported(format!(
+                "{} is encrypted and {base} is not: what it has would be readable there without a secret. Convert {base} into an \
+                 encrypted image first (`vellum convert -o encrypt.format=luks`), or commit it when no server has it",
+                member.path.display()
+            )));
+        }
         if plan.from == 0 {
             self.has_no_bitmaps()?;
             let path = self.shown();
@@ -193,11 +208,6 @@ impl Served {
                     "{base} has {} bytes, {path} has {size}, and a disk that is served becomes no larger by a commit: make it \
                      as large first (`vellum resize --control`)",
                     plan.base_size
-                )));
-            }
-            if top.head.is_encrypted() {
-                return Err(Error::unsupported(format!(
-                    "{path} is encrypted: stop the server, and commit it then"
                 )));
             }
             if let Some((file, _)) = &top.data_file {
@@ -247,7 +257,12 @@ impl Served {
     }
 
     /// Returns the image that is on top in the end.
-    async fn carry_out_commit(self: &Arc<Self>, job: &Job, plan: &Plan) -> Result<PathBuf> {
+    async fn carry_out_commit(
+        self: &Arc<Self>,
+        job: &Job,
+        plan: &Plan,
+        empty: Option<NewTop>,
+    ) -> Result<PathBuf> {
         let notes = lock(&self.merging).as_ref().and_then(|merging| merging.notes.clone());
         let disks = self.disks_of(plan).await;
         let copied = match disks {
@@ -285,7 +300,7 @@ impl Served {
         *lock(&self.merging) = None;
         let before = lock(&self.place).clone();
         let switched = match copied.and(closed) {
-            Ok(()) => self.switch_to_base(plan, &before).await,
+            Ok(()) => self.switch_to_base(plan, &before, empty).await,
             failed => failed,
         };
         let mut opened = self.open_again(&held.hold, &mut chain).await;
@@ -324,15 +339,16 @@ impl Served {
         }
     }
 
-    /// No request is in flight, everything that was answered is durable, and nothing reads the images below in the background.
+    /// No request is in flight, everything that was answered is durable, and nothing is done in the background: requests need not wait
+    /// until that has ended.
     pub(super) async fn hold_to_change(self: &Arc<Self>, chain: Option<&Chain>) -> Result<Held<'_>> {
-        let held = match self.hydrate_no_more_in_time().await {
+        let held = match self.tend_no_more_in_time().await {
             Ok(()) => self.hold_flushed(chain).await,
             Err(error) => Err(error),
         };
         if held.is_err() {
             chain.iter().for_each(|chain| chain.resume_forks());
-            self.begin_hydrating();
+            self.tend();
         }
         held
     }
@@ -355,8 +371,9 @@ impl Served {
         top.and(below).and(released)
     }
 
-    /// All images are closed, and the base has everything.
-    async fn switch_to_base(&self, plan: &Plan, before: &Place) -> Result<()> {
+    /// All images are closed, and the base has everything. An image that was on top is replaced by this one without
+    /// data.
+    async fn switch_to_base(&self, plan: &Plan, before: &Place, empty: Option<NewTop>) -> Result<()> {
         if plan.from > 0 {
             let name = backing_name(&plan.base, &plan.layers[plan.from - 1].path)?;
             return skip_merged(plan, &name, &self.image).await;
@@ -368,7 +385,9 @@ impl Served {
         let draft = draft.ok_or_else(|| {
             Error::unsupported(format!("{}: another file cannot take its place", before.path.display()))
         })?;
-        write_empty(&draft, before, plan).await?;
+        let name = backing_name(&plan.base, &before.path)?;
+        let empty = empty.expect("it was made out when the commit began");
+        empty.make(&draft, plan.layers[0].size, (name, plan.format)).await?;
         draft.publish().await?; // commit point
         *lock(&self.place) =
             Place { path: plan.base.clone(), canonical, format: plan.format, stated: Some(plan.format) };
@@ -424,40 +443,4 @@ async fn copy_noted(merge: &Merge<'_>, job: &Job, notes: &Notes) -> Result<()> {
         job.set_left(notes.bytes());
     }
     Ok(())
-}
-
-/// An image without any data over the base, as the one that it replaces.
-async fn write_empty(draft: &Draft, before: &Place, plan: &Plan) -> Result<()> {
-    let name = backing_name(&plan.base, &before.path)?;
-    let size = plan.layers[0].size;
-    let target = CreateTarget {
-        path: draft.path().to_owned(),
-        size: Some(size),
-        backing: Some((name.clone(), plan.format)),
-        trust_backing: true,
-        allow_dirs: Vec::new(),
-        remote_timeout: None,
-        trust_base: false,
-        secrets: Arc::default(),
-        stands_on_encrypted: Arc::default(),
-        never_flushed: false,
-    };
-    let format = Some(plan.format.to_string());
-    match before.format {
-        FormatKind::Native => {
-            let base = native::NewBase { name, format, size, zeros: Vec::new() };
-            let options =
-                native::CreateOptions { size, base: Some(base), ..native::CreateOptions::default() };
-            write_native(&target, &options, None).await.map(drop)
-        }
-        _ => {
-            let options = qcow2::CreateOptions {
-                size,
-                backing: Some((name, format)),
-                extended_l2: true,
-                ..qcow2::CreateOptions::default()
-            };
-            write_qcow2(&target, None, &options.settled(), None).await
-        }
-    }
 }

@@ -22,15 +22,17 @@ use std::time::Duration;
 
 use async_lock::RwLockWriteGuard;
 use vellum_core::{Error, ErrorKind, Result, lock};
-use vellum_format::{FormatKind, native, qcow2};
+use vellum_format::FormatKind;
+use vellum_format::luks::Secrets;
 use vellum_io::{Draft, clock, unblock_at};
 use vellum_layer::hydrate::State;
 use vellum_layer::{Chain, Referrer, Trust};
 
 use super::steer::{Begun, Held};
 use super::{Place, Served, Step};
-use crate::create::{CreateTarget, backing_name, write_native, write_qcow2};
+use crate::create::backing_name;
 use crate::host::Host;
+use crate::new_top::NewTop;
 
 /// An image that is to go on top.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -116,7 +118,7 @@ impl<'a> Switch<'a> {
         let canonical = place_of(&overlay.path).await?;
         let referrer = Referrer { canonical: &canonical, is_device: false, trust: Trust::Declared };
         Host::gate(&served.image.allow_dirs, &[])?.check(referrer, &before.canonical)?;
-        let draft = draft(open, &before, &overlay.path, format).await?;
+        let draft = draft(open, &before, &overlay.path, format, &served.image.secrets).await?;
         if let Some(flash) = open.flash() {
             flash.drain().await?;
         }
@@ -203,8 +205,10 @@ impl<'a> Switch<'a> {
         if let Some(held) = self.held.take() {
             held.finish();
             self.chain.iter().for_each(Chain::resume_forks);
-        } else if lock(&self.served.hydrating).is_none() {
-            self.served.begin_hydrating();
+        }
+        // Nothing was exchanged.
+        if self.chain.is_some() {
+            self.served.tend();
         }
     }
 
@@ -243,10 +247,10 @@ impl Served {
         }
         self.chain_may_change(open)?;
         self.has_no_bitmaps()?;
-        if open.is_any_encrypted() {
+        if open.is_any_encrypted() && !open.top().head.is_encrypted() {
             return Err(Error::unsupported(format!(
-                "{path} is encrypted, or an image below it is, and the new image would not be: stop the server and use `vellum \
-                 create -b` with `-o encrypt.format=luks`"
+                "an image below {path} is encrypted, and the new image would not be, as {path} is not: stop the server and use \
+                 `vellum create -b` with `-o encrypt.format=luks`"
             )));
         }
         let is_copied = lock(&self.tap).is_some()
@@ -296,7 +300,13 @@ async fn place_of(path: &Path) -> Result<PathBuf> {
 }
 
 /// The new image, complete, durable and without its name.
-async fn draft(open: &Chain, below: &Place, path: &Path, format: FormatKind) -> Result<Draft> {
+async fn draft(
+    open: &Chain,
+    below: &Place,
+    path: &Path,
+    format: FormatKind,
+    secrets: &Secrets,
+) -> Result<Draft> {
     let context = |error: Error| error.context(format!("can't create {}", path.display()));
     let name = backing_name(&below.path, path)?;
     let size = open.disk().geometry().size;
@@ -304,36 +314,8 @@ async fn draft(open: &Chain, below: &Place, path: &Path, format: FormatKind) -> 
     let draft = draft.ok_or_else(|| {
         Error::invalid(format!("{}: this name cannot be given to a new file", path.display()))
     })?;
-    let target = CreateTarget {
-        path: draft.path().to_owned(),
-        size: Some(size),
-        backing: Some((name.clone(), below.format)),
-        trust_backing: true,
-        allow_dirs: Vec::new(),
-        remote_timeout: None,
-        trust_base: false,
-        secrets: Arc::default(),
-        stands_on_encrypted: Arc::default(),
-        never_flushed: false,
-    };
-    // What is to be recorded of the images below is recorded when it is opened: the one on top changes until then.
-    let made = match format {
-        FormatKind::Native => {
-            let base =
-                native::NewBase { name, format: Some(below.format.to_string()), size, zeros: Vec::new() };
-            let options =
-                native::CreateOptions { size, base: Some(base), ..native::CreateOptions::default() };
-            write_native(&target, &options, None).await.map(drop)
-        }
-        _ => {
-            let backing = Some((name, Some(below.format.to_string())));
-            // With subclusters a write that covers only a part of a cluster copies nothing from below.
-            let options =
-                qcow2::CreateOptions { size, backing, extended_l2: true, ..qcow2::CreateOptions::default() };
-            let options = options.settled();
-            write_qcow2(&target, None, &options, None).await
-        }
-    };
+    let made =
+        NewTop::like(open.top(), format, secrets).await?.make(&draft, size, (name, below.format)).await;
     made.map_err(context)?;
     // What guests write from now on is as private as what they wrote before.
     draft.take_rights_of(&below.path)?;

@@ -99,6 +99,18 @@ impl Served {
                 "{path} has snapshots, which also read from its backing image: delete them first"
             )));
         }
+        if let Some(below) = open
+            .members()
+            .skip(1)
+            .find(|below| below.head.is_encrypted())
+            .filter(|_| !open.top().head.is_encrypted())
+        {
+            return Err(Error::unsupported(format!(
+                "{} is encrypted and {path} is not: what is copied would be readable there without a secret. Convert {path} into an \
+                 encrypted image first (`vellum convert -o encrypt.format=luks`), or rebase it when no server has it",
+                below.path.display()
+            )));
+        }
         let unit = vellum_core::Disk::filling(&*self.disk).map(|filling| filling.unit.bytes()).ok_or_else(|| {
             Error::unsupported(format!(
                 "{path}: this image takes no copies of its backing image while it is served (it has no journal): stop the \

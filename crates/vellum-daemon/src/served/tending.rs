@@ -14,8 +14,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use event_listener::Event;
 use futures_lite::future::or;
-use vellum_core::{Disk, lock};
+use vellum_core::{Disk, Result, lock};
 use vellum_io::{Spawned, WorkersHandle, clock};
 
 use super::Served;
@@ -34,6 +35,8 @@ const NEXT: Duration = Duration::from_millis(1);
 /// The tasks that tend a disk.
 pub(super) struct Tending {
     has_ended: Arc<AtomicBool>,
+    /// It has: nobody sleeps on.
+    ends: Arc<Event>,
     served: Arc<Served>,
     tasks: Vec<Spawned<()>>,
 }
@@ -43,11 +46,12 @@ impl Tending {
         let has_ended = Arc::new(AtomicBool::new(false));
         // The last worker first: the first has the sockets and the signals.
         let worker = workers.count() - 1 - served.number() % workers.count();
-        let (its, ended) = (served.clone(), has_ended.clone());
+        let ends = Arc::new(Event::new());
+        let (its, ended, ending) = (served.clone(), has_ended.clone(), ends.clone());
         let mut tasks = vec![workers.spawn(worker, move || async move {
             let what = format!("the background work on {}", its.shown());
             in_rounds(&what, async || {
-                tend(&its, &ended).await;
+                tend(&its, &ended, &ending).await;
                 ControlFlow::Break(())
             })
             .await;
@@ -80,12 +84,13 @@ impl Tending {
                 .await;
             }));
         }
-        Self { has_ended, served: served.clone(), tasks }
+        Self { has_ended, ends, served: served.clone(), tasks }
     }
 
     /// Waits until what was begun is done.
     pub(super) async fn end(self) {
         self.has_ended.store(true, Ordering::Release);
+        self.ends.notify(usize::MAX);
         self.served.record.work.wake();
         for task in self.tasks {
             // A worker that has ended has nothing in flight.
@@ -95,13 +100,26 @@ impl Tending {
 }
 
 impl Served {
-    /// Starts the background task.
+    /// Starts the background tasks that are not at work.
     pub(super) fn tend(self: &Arc<Self>) {
-        if !vellum_core::Disk::geometry(&*self.disk).read_only {
+        let is_tended = lock(&self.tending).is_some();
+        if !is_tended && !vellum_core::Disk::geometry(&*self.disk).read_only {
             self.count_heat();
             *lock(&self.tending) = Some(Tending::begin(self, &self.workers));
         }
-        self.begin_hydrating();
+        if lock(&self.hydrating).is_none() {
+            self.begin_hydrating();
+        }
+    }
+
+    /// As below, where requests are not to wait for images below that do not answer.
+    ///
+    /// # Errors
+    /// `Locked` when they do not answer in time.
+    pub(super) async fn tend_no_more_in_time(&self) -> Result<()> {
+        self.hydrate_no_more_in_time().await?;
+        self.tend_no_more().await;
+        Ok(())
     }
 
     /// Stops the background task. Waits until it has finished what it had begun.
@@ -114,10 +132,14 @@ impl Served {
     }
 }
 
-async fn tend(served: &Served, has_ended: &AtomicBool) {
+async fn tend(served: &Served, has_ended: &AtomicBool, ends: &Event) {
     let (mut changed, mut pause) = (clock().now(), OFTEN);
     let mut has_lost = false;
-    while !has_ended.load(Ordering::Acquire) {
+    loop {
+        let ended = ends.listen();
+        if has_ended.load(Ordering::Acquire) {
+            return;
+        }
         let has_more = served.disk.tend(clock().now()).await;
         if !has_lost && served.has_lost_reads() {
             has_lost = true;
@@ -133,7 +155,7 @@ async fn tend(served: &Served, has_ended: &AtomicBool) {
             pause = (pause * 2).min(SELDOM);
         }
         if has_more || pause == OFTEN {
-            clock().sleep(if has_more { NEXT } else { OFTEN }).await;
+            or(ended, clock().sleep(if has_more { NEXT } else { OFTEN })).await;
         } else {
             or(served.record.work.wait(), clock().sleep(pause)).await;
         }

@@ -146,7 +146,8 @@ impl Served {
 
     async fn delete_files_snapshot(&self) -> Result<()> {
         match self.snapshot_delete(FILES_SNAPSHOT).await {
-            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+            // A linear image has no snapshots.
+            Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Unsupported) => Ok(()),
             deleted => deleted,
         }
     }

@@ -6,6 +6,7 @@
 //!   exports.rs  added, removed and opened again while others are served; images that cannot be opened
 //!   chains.rs    committed and rebased while guests are at work; paused, cancelled, killed at any moment
 //!   external.rs  new images on top, at one moment for several disks; killed at any moment
+//!   on_top.rs    how images that go on top are laid out, and what is left below
 //!   health.rs   full and failing: which reports there are; Prometheus
 //!   hung.rs     on storage that does not answer: what that keeps others from, and how it ends
 //!   hydration.rs  copies of the backing image, until the disk stands alone; what keeps it from that
@@ -24,6 +25,7 @@ mod support;
 
 mod backups;
 mod chains;
+mod diffs;
 mod exports;
 mod external;
 mod health;
@@ -31,6 +33,7 @@ mod hung;
 mod hydration;
 mod killed;
 mod limits;
+mod on_top;
 mod pause;
 mod resize;
 mod shared;

@@ -37,6 +37,8 @@ fn place() -> Dir {
     qemu_io(&["-f", "qcow2", &dir.text("d.qcow2")], &["write -P 9 64k 200k".to_owned()]);
     image(&["create", "-q", "-f", "qcow2", "-b", "d.raw", "-F", "raw", "over.qcow2"]);
     qemu_io(&["-f", "qcow2", &dir.text("over.qcow2")], &["write -P 5 3M 64k".to_owned()]);
+    image(&["create", "-q", "-f", "qcow2", "marked.qcow2", "4M"]);
+    image(&["bitmap", "--add", "marked.qcow2", "daily"]);
     dir
 }
 
@@ -70,6 +72,8 @@ const LINES: &[(&str, &str)] = &[
     ("--image-opts driver=qcow2,file.filename=d.qcow2", ""),
     ("--image-opts driver=raw,offset=1048576,size=65536,file.driver=file,file.filename=d.raw", ""),
     ("-A -v --handshake-limit=5 -f qcow2 d.qcow2", ""),
+    ("-B daily -f qcow2 marked.qcow2", ""),
+    ("-r -B daily -f qcow2 marked.qcow2", ""),
 ];
 
 /// Facts that are this program's own: see the guide. What else a client is told is the same.
@@ -206,6 +210,9 @@ fn what_cannot_be_served_ends_both_with_the_same_code() {
         "-l nothing d.qcow2",
         "-l x -f raw d.raw",
         "-B nothing d.qcow2",
+        "-B nothing -f raw d.raw",
+        "-B daily -B nothing -f qcow2 marked.qcow2",
+        "-r -B nothing -f qcow2 marked.qcow2",
         "-f raw -o 99999999 d.raw",
         "--pid-file=/nonexistent/pid -f raw d.raw",
         "--fork -f raw nothing",

@@ -25,6 +25,8 @@
 //!
 //! `way_down` follows the names, also for those that only describe a chain. `change` has the operations that
 //! replace its disk: restoring a snapshot, and resizing.
+//!
+//! Long because what is asked of an image on the way to its disk is asked in one place, in one order.
 
 mod below;
 mod change;

@@ -238,6 +238,31 @@ async fn places(disk: &Qcow2, at: u64, len: u64) -> Vec<String> {
     sectors
 }
 
+/// A run of a cluster's length over two clusters, of which neither has a table: a page of the mapping that is not there is not waited for.
+#[test]
+fn a_short_run_over_two_clusters_without_a_table_is_read() {
+    let options = CreateOptions { size: 16 << 20, cluster_size: 4096, ..CreateOptions::without_journal() };
+    let setup = QcowSetup { name: "without tables", options, has_base: false };
+    let world = World::new(1);
+    let drive = Drive::new(&world, DriveOptions::default());
+    world.run(async {
+        create(&*drive, None, &setup.options).await.unwrap();
+        let disk = setup.open(&drive).await.unwrap();
+        let table = 4096 / 8 * 4096;
+        disk.write(GuestOffset::ZERO, whole(7), WriteFlags::default()).await.unwrap();
+        // Within the table, from it into what has none, within what has none, and at the end.
+        for (at, len) in
+            [(2048, 4096), (table - 512, 1024), (table - 2048, 4096), (table + 512, 4096), (table + 512, 512)]
+        {
+            let span = GuestOffset::new(at).span(len);
+            let buffer = Buffer::zeroed(usize::try_from(len).unwrap());
+            let read = disk.read(span.start(), buffer).await.unwrap().to_vec();
+            assert_eq!(read, vec![0; read.len()], "{at}");
+            assert!(!disk.map(span).await.unwrap().is_empty(), "{at}");
+        }
+    });
+}
+
 /// A long run is looked up page by page, and neighbours in one step; a run within a cluster is not. Both say the same.
 #[test]
 fn a_look_at_many_clusters_says_what_looks_at_each_of_them_say() {

@@ -85,21 +85,20 @@ impl Qcow2 {
     pub(crate) fn cut(&self, span: GuestSpan, parts: &mut Parts) -> Result<Result<(), (GuestSpan, Missing)>> {
         let mut rest = span;
         while !rest.is_empty() {
-            // Only where it can save work: most requests are within one cluster.
-            if rest.len() > self.cluster.bytes()
-                && let Some((now, later)) = self.mapping.without_table(rest)
-            {
-                push(parts, Part { len: now.len(), from: self.unit_place(Units::default(), 0) });
-                rest = later;
-                continue;
-            }
             let (now, later) = self.first_part(rest);
+            // Most requests are within one cluster.
             if later.is_empty() {
                 match self.lookup(self.cluster.cluster_of(now.start()))? {
                     Ok(state) => self.cut_cluster(now, state, parts),
                     Err(missing) => return Ok(Err((rest, missing))),
                 }
                 break;
+            }
+            // A page that is missing because its table is would be waited for in vain.
+            if let Some((now, later)) = self.mapping.without_table(rest) {
+                push(parts, Part { len: now.len(), from: self.unit_place(Units::default(), 0) });
+                rest = later;
+                continue;
             }
             rest = match self.cut_page(rest, parts)? {
                 Ok(later) => later,

@@ -308,14 +308,22 @@ impl FlashCache {
     }
 
     /// Makes a file longer than what is ever written of it: then its length shows for good that it was cut, also where
-    /// slots were written behind the cut since.
+    /// slots were written behind the cut since. To be called before anything is written, so that a cache with a record had it.
     ///
     /// # Errors
-    /// Those of the storage.
+    /// `Corrupt` for a cache that was used and has it no more: what was cut off would read as zeros. Those of the storage.
     pub async fn keep_witness(&self) -> Result<()> {
-        let wanted = self.layout.total_bytes() + crate::layout::BLOCK_BYTES;
-        if self.storage.limits().fixed_len || self.storage.len() >= wanted {
+        let (len, wanted) = (self.storage.len(), self.layout.total_bytes() + crate::layout::BLOCK_BYTES);
+        if self.storage.limits().fixed_len || len >= wanted {
             return Ok(());
+        }
+        if self.state().was_used() {
+            let why = format!(
+                "{} was cut off while it was in use: it has {len} bytes, and had {wanted}. What was cut off is lost: `vellum flash \
+                 forget IMAGE` for the images that it has writes of, and make it anew (`vellum flash create --force`)",
+                self.name()
+            );
+            return Err(Error::corrupt(why));
         }
         self.storage.set_len(wanted).await
     }

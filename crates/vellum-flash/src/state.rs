@@ -213,6 +213,11 @@ impl State {
         state
     }
 
+    /// Whether there was a record, or there is a block.
+    pub(crate) fn was_used(&self) -> bool {
+        self.sequence > 0 || !self.counts.is_empty()
+    }
+
     // Looking.
 
     /// A block that has a slot was read.

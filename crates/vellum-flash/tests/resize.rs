@@ -320,3 +320,28 @@ fn a_crash_anywhere_leaves_the_old_size_or_the_new_one() {
     eprintln!("{states} states, by slots {sizes:?}");
     assert!(sizes.len() >= 6, "{sizes:?}: old sizes and new ones");
 }
+
+/// A file that was cut while the cache was in use may have grown again up to its last slot, and no further: what was cut off would
+/// read as zeros.
+#[test]
+fn a_cache_that_has_lost_its_end_is_not_used() {
+    block_on(async {
+        let storage = made(64).await;
+        let cache = open(&storage).await;
+        let slots = storage.len();
+        cache.keep_witness().await.expect("it was never used");
+        let whole = storage.len();
+        assert!(whole > slots, "its end is never written");
+        let disk = over(&cache, 1, MemoryDisk::new(1 << 20)).await.unwrap();
+        write(&disk, &mut Model::default(), 3, 9).await;
+        disk.flush().await.unwrap();
+        drop(disk);
+        drop(cache);
+        open(&storage).await.keep_witness().await.expect("it is as it was");
+        storage.set_len(slots - 32 * 4096).await.unwrap();
+        storage.set_len(slots).await.unwrap();
+        let refused = open(&storage).await.keep_witness().await.expect_err("it was cut");
+        assert_eq!(refused.kind(), ErrorKind::Corrupt, "{}", refused.chain());
+        assert_eq!(storage.len(), slots, "nothing hides that");
+    });
+}

@@ -174,7 +174,7 @@ class Superblock:
 
     def check(self, file):
         need(self.version == 1, "the version is not known")
-        need(self.features >> 12 == 0, "there are unknown incompatible features")
+        need(self.features >> 13 == 0, "there are unknown incompatible features")
         need(self.layout in (0, 1, 2), "the layout is not known")
         self.needs_replay, self.is_table, self.has_base, self.has_snapshots = (
             bool(self.features >> bit & 1) for bit in range(4))
@@ -196,6 +196,8 @@ class Superblock:
         else:
             need((self.base_size, self.name_length, self.format_length) == (0, 0, 0), "a base that is none")
         need((self.key != bytes(16)) == self.needs_replay, "key and feature contradict each other")
+        packs = self.needs_replay and self.is_zoned and self.has_base and not self.page[63] & 1
+        need(packs or not self.features >> 12 & 1, "packed blocks over a base, where there can be none")
         need(self.sequence not in (0, 2**64 - 1) and self.generation != 2**64 - 1, "impossible sequence")
         need(self.is_table or not self.has_snapshots, "snapshots of a linear image")
         need(self.has_snapshots or not self.has_clones, "clones of snapshots, and no snapshots")

@@ -10,6 +10,8 @@
 mod common;
 #[path = "explore/filled.rs"]
 mod filled;
+#[path = "explore/over_base.rs"]
+mod over_base;
 mod subjects;
 
 use common::scale;

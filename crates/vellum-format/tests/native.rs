@@ -20,6 +20,10 @@ mod fragments;
 mod host;
 #[path = "subjects/late.rs"]
 mod late;
+#[path = "native/over_base.rs"]
+mod over_base;
+#[path = "native/over_base_trials.rs"]
+mod over_base_trials;
 #[path = "native/ready.rs"]
 mod ready;
 #[path = "native/renamed.rs"]

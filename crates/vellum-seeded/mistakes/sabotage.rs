@@ -134,6 +134,20 @@ pub enum Bug {
     FilledUnchecked,
     /// An entry is embedded although the newest snapshot relies on its page at home.
     UnkeptEmbeds,
+    /// An entry is embedded over the base although more than the packed block becomes the image's.
+    MoreThanPacked,
+    /// A sub-block beside a packed block over the base becomes data, and the entry is not recorded with it.
+    EntryNotWithMask,
+    /// The entry of a packed block over the base is recorded or let go, and its mask stays.
+    PackedMaskLeft,
+    /// Recovery takes over the entry of a packed block over the base, and not its mask.
+    FoundMaskLeft,
+    /// Recovery takes the mask of a packed block for recorded because the table has the entry.
+    AgreedMaskLeft,
+    /// A unit over the base gets a packed block while a recovery may still find an earlier one.
+    PackedTwice,
+    /// An entry is embedded over the base although the newest snapshot relies on the page of the mask at home.
+    UnkeptMaskEmbeds,
     /// A unit counts as zero before a flush covers its zeros.
     ZeroNotCovered,
     /// Clusters are handed out while zeros are on their way to them.

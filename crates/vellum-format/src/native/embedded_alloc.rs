@@ -1,7 +1,7 @@
 //! Units that hold their own entry: how one is allocated, read, and turned into a plain unit.
 //!
 //! ```text
-//!   first write, nothing beneath, a block of it can be packed
+//!   first write, a block of it can be packed, and is all of it that becomes the image's (`pack_over_base.rs`)
 //!         claim the whole unit ► a unit of an open zone ► data, one block packed with the entry: one write
 //!   read                       ► the block is read and unpacked
 //!   the block is overwritten   ► gate: entry without form, the block's bytes in the journal, the zone's bit
@@ -25,7 +25,7 @@ use vellum_core::{
 use super::embed::{BLOCK_LEN, BLOCKS_MAX, Identity, Packed, unpack};
 use super::geometry::{SUB_BLOCK, TAG_WORD};
 use super::image::{Native, Origin};
-use super::publish::{EmbeddedAlloc, Step, WORD_COST};
+use super::publish::{EmbeddedAlloc, RECORDING_COST, Step, WORD_COST};
 use super::read::Part;
 use crate::engine::Commit as _;
 
@@ -43,31 +43,75 @@ impl Native {
 
     /// The unit and the packed block for a step that embeds its entry, or `None`. The step's bytes begin at
     /// `within` in `data`.
-    pub(super) fn embed(&self, step: &Step<'_>, data: &Buffer, within: usize) -> Option<EmbeddedAlloc> {
-        if step.held().mask() != u32::MAX || !self.may_embed() || !self.is_all_image(step.plan.part) {
-            return None;
+    pub(super) async fn embed(
+        &self,
+        step: &Step<'_>,
+        data: &Buffer,
+        within: usize,
+    ) -> Result<Option<EmbeddedAlloc>> {
+        if step.held().mask() != u32::MAX || !self.may_embed() {
+            return Ok(None);
         }
         let guest_unit = self.cell_of(step.plan.part.start()).index();
-        if !self.may_change_unrecorded(self.places.entry(guest_unit).word) {
-            return None;
+        if self.is_over_base(guest_unit) {
+            if !self.may_pack_over_base(guest_unit) {
+                return Ok(None);
+            }
+            self.load_masks(&step.plan.subs).await?;
         }
-        let (block, packed) = self.pack_some(step.plan.part, data, within)?;
-        let given = self.take_open_unit()?;
+        if !self.words_embedded(step).into_iter().all(|word| self.may_change_unrecorded(word)) {
+            return Ok(None);
+        }
+        let packed = match step.plan.subs[..] {
+            [] => self.pack_some(step.plan.part, data, within),
+            [sub] => self.pack_sub(step, sub, data, within).await?,
+            _ => None, // what is not in the packed block could be lost where that is not
+        };
+        let Some((block, packed)) = packed else { return Ok(None) };
+        let Some(given) = self.take_open_unit() else { return Ok(None) };
         let identity = Identity {
             tag: given.tag,
             guest_unit: u32::try_from(guest_unit).expect("at most 2^26"),
             image_unit: given.unit,
             block,
         };
-        Some(EmbeddedAlloc { given, block, bytes: packed.block(identity) })
+        Ok(Some(EmbeddedAlloc { given, block, bytes: packed.block(identity) }))
     }
 
-    /// Whether the image has the whole cell of this part, so that no bit or mask of it will ever change.
-    /// Otherwise a later write could be recorded by such a bit alone, and be durable although the packed
-    /// block is not.
-    fn is_all_image(&self, part: GuestSpan) -> bool {
-        let cell = self.cell.start_of(self.cell_of(part.start())).span(self.cell.bytes());
-        self.subs_to_publish(cell).is_ok_and(|subs| subs.is_empty())
+    /// The words of home that a recovery changes when it finds the packed block of a step, or the program when it
+    /// records it.
+    fn words_embedded(&self, step: &Step<'_>) -> Vec<ImageOffset> {
+        let mut words = self.words_of(&step.plan.subs);
+        words.push(self.places.entry(self.cell_of(step.plan.part.start()).index()).word);
+        words
+    }
+
+    /// This sub-block of the base, if it can be packed. Where the part covers only some of it, it is filled up from the
+    /// base.
+    async fn pack_sub(
+        &self,
+        step: &Step<'_>,
+        sub: u64,
+        data: &Buffer,
+        within: usize,
+    ) -> Result<Option<(u8, Packed)>> {
+        let part = step.plan.part;
+        let start = SUB_BLOCK.start_of(GuestCluster::new(sub));
+        let block = self.cell.within(start) / SUB_BLOCK.bytes();
+        if block >= BLOCKS_MAX {
+            return Ok(None);
+        }
+        let index = |bytes: u64| usize::try_from(bytes).expect("within a unit");
+        let mut plain = vec![0; BLOCK_LEN];
+        let here = part.intersect(start.span(SUB_BLOCK.bytes()));
+        let written = index(here.start() - start)..index(here.end() - start);
+        data.copy_to(within + index(here.start() - part.start()), &mut plain[written]);
+        let (head, tail) = self.fill_of(step);
+        for rest in [head, tail].into_iter().filter(|rest| !rest.is_empty()) {
+            let from_below = self.fill(rest).await?.to_vec();
+            plain[index(rest.start() - start)..][..from_below.len()].copy_from_slice(&from_below);
+        }
+        Ok(Packed::of(&plain).map(|packed| (u8::try_from(block).expect("at most 30"), packed)))
     }
 
     /// A block of the part that can be packed. A block that the part covers only partly is filled up with
@@ -119,19 +163,24 @@ impl Native {
         let number = self.cell_of(step.plan.part.start()).index();
         let bits = self.places.entry(number);
         let entry = u64::from(self.places.make_entry(embedded.given.unit, u32::from(embedded.block) + 1));
-        self.reserve(&[bits.word]).await?;
+        let words = self.words_embedded(step);
+        self.reserve(&words).await?;
         {
             let _gate = self.journal().expect("begun before").shared();
             self.engine.state.check_stopped()?;
-            if self.may_embed() && self.may_change_unrecorded(bits.word) {
+            if self.may_embed() && words.iter().all(|word| self.may_change_unrecorded(*word)) {
                 self.home.change_unrecorded(bits.word, |word| bits.set(word, entry));
                 self.note_embedded(embedded.given.unit, number);
+                if let (Some(zones), true) = (&self.zones, self.is_over_base(number)) {
+                    zones.over_base.note(number, step.plan.subs.first().copied());
+                }
                 return Ok(());
             }
         }
         // A snapshot is being made, so the table must have the entry.
-        let _gate = self.enter_changing(2 * WORD_COST, || vec![bits.word]).await?;
+        let _gate = self.enter_changing(RECORDING_COST, || words.clone()).await?;
         self.home.change(bits.word, |word| bits.set(word, entry));
+        self.publish_subs(&step.plan.subs);
         self.note_not_embedded(embedded.given.unit);
         Ok(())
     }
@@ -278,7 +327,7 @@ impl Native {
                 return Ok(());
             }
             {
-                let _gate = self.enter_changing(2 * WORD_COST, || vec![bits.word]).await?;
+                let _gate = self.enter_changing(RECORDING_COST, || vec![bits.word]).await?;
                 if self.entry_and_form(number) != Ok((unit, form)) {
                     return Ok(()); // freed, or copied
                 }
@@ -288,9 +337,9 @@ impl Native {
                 let journal = self.journal().expect("it has begun");
                 if journal.take_whole(at, &data) {
                     // From here on readers find the new bytes. Readers that looked before find the old ones.
+                    self.mark_recorded(unit);
                     let entry = u64::from(self.places.make_entry(unit, 0));
                     self.home.change(bits.word, |word| bits.set(word, entry));
-                    self.mark_recorded(unit);
                     break;
                 }
             }

@@ -4,7 +4,8 @@
 //! 1. Sub-blocks are filled that are read from the base. A block whose last sub-block is filled gets its bit.
 //! 2. A unit that a snapshot sees is left out, and so is one whose pages a snapshot has no copy of yet. So a fill
 //!    keeps no page and copies no unit.
-//! 3. A unit with a packed block is left out. Such a unit has nothing of the base that is not the image's.
+//! 3. A packed block is the image's, so it is never filled. Blocks beside it are, and where no record has the unit's
+//!    entry yet, the transaction of the copy has it (`pack_over_base.rs`).
 
 use vellum_core::{Buffer, Error, Filled, Filling, GuestOffset, GuestSpan, Result};
 
@@ -53,8 +54,8 @@ impl Native {
     /// What a step that was claimed needs to know. `None` when the part is left out.
     async fn plan_claimed(&self, part: GuestSpan) -> Result<Option<Planned>> {
         let number = self.cell_of(part.start()).index();
-        let (entry, form) = self.find(|| self.entry_and_form(number)).await?;
-        if form != 0 || entry == self.places.moved_number() || self.find(|| self.is_held(number)).await? {
+        let entry = self.find(|| self.entry(number)).await?;
+        if entry == self.places.moved_number() || self.find(|| self.is_held(number)).await? {
             return Ok(None);
         }
         let mut planned = Planned::new(part);

@@ -176,6 +176,11 @@ impl Native {
         if sub_block >= self.places.shape().sub_blocks() {
             return Ok(Sub::Image);
         }
+        self.sub_over_base(sub_block, || self.recorded_sub(sub_block))
+    }
+
+    /// The state of a sub-block of the base, as its bit and its mask say.
+    fn recorded_sub(&self, sub_block: u64) -> Result<Sub, Missing> {
         let block = self.block_of_sub(sub_block);
         if self.home.get(self.places.bit(block))? == 1 {
             return Ok(Sub::Image);

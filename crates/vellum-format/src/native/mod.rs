@@ -57,6 +57,8 @@ mod home_pages;
 mod image;
 mod in_use;
 pub mod open;
+mod over_base;
+mod pack_over_base;
 pub mod parts;
 mod publish;
 mod read;

@@ -8,7 +8,8 @@
 //!    bytes sees the checks.
 //! 2. The entry is changed before bits and masks. A reader that these send to the image finds there the right
 //!    bytes.
-//! 3. The masks of one block are changed under its lock: the change that turns the last of them into data
+//! 3. Where only a packed block has the unit's entry, that is recorded with the first bit or mask (`pack_over_base.rs`).
+//! 4. The masks of one block are changed under its lock: the change that turns the last of them into data
 //!    sets the bit.
 
 use std::sync::RwLockReadGuard;
@@ -24,6 +25,8 @@ use crate::engine;
 /// The bytes of a record that one word takes, at most: as an item of its own.
 pub(super) const WORD_COST: u64 = 24;
 
+/// What recording such a unit takes of a record beside its mask and bit: they, its entry, the bit in its zone.
+pub(super) const RECORDING_COST: u64 = 4 * WORD_COST;
 /// One cell of a write.
 pub(super) type Step<'a> = engine::Step<'a, Native>;
 
@@ -78,10 +81,14 @@ impl Native {
         let mut words = self.words_of(&step.plan.subs);
         words.extend(self.entry_of(step).filter(|_| step.plan.is_fresh).map(|bits| bits.word));
         self.reserve(&words).await?;
+        let unit = self.cell_of(step.plan.part.start()).index();
+        let mut cost = WORD_COST; // for the bit of a unit that is left
+        if self.is_packed_over_base(unit) {
+            words.push(self.places.entry(unit).word);
+            cost += RECORDING_COST;
+        }
         let checks: u64 = step.checks.iter().map(|(_, crcs)| 20 + crcs.len() as u64 * 4).sum();
-        // One more for the bit of a unit that is left.
-        let cost = (words.len() as u64 + 1) * WORD_COST + checks;
-        Ok((words, cost))
+        Ok((words.clone(), cost + words.len() as u64 * WORD_COST + checks))
     }
 
     fn entry_of(&self, step: &Step<'_>) -> Option<Bits> {
@@ -92,6 +99,7 @@ impl Native {
     fn publish_prepared(&self, step: &Step<'_>, gate: RwLockReadGuard<'_, ()>) {
         let journal = self.journal().expect("begun before");
         step.note_fresh(journal);
+        self.record_entry_over_base(self.cell_of(step.plan.part.start()).index());
         if let Some(bits) = self.entry_of(step).filter(|_| step.plan.is_fresh) {
             let number = self.number_of(step.at());
             match self.home.get(bits) {
@@ -161,7 +169,7 @@ impl Native {
 
     /// Turns sub-blocks into data. A block whose sub-blocks are all data gets its bit. The caller holds the
     /// gate, and everything is loaded.
-    fn publish_subs(&self, subs: &[u64]) {
+    pub(super) fn publish_subs(&self, subs: &[u64]) {
         let mut rest = subs;
         while let Some(first) = rest.first() {
             let block = self.block_of_sub(*first);

@@ -51,9 +51,11 @@ pub(crate) const VERSION: u32 = 1;
 pub(crate) const SUPERBLOCK_LEN: usize = 4096;
 
 mod fast;
+mod features;
 mod texts;
 
 use fast::Fast;
+use features::{compatible, incompatible};
 use texts::{base, pin, put_text};
 
 mod field {
@@ -106,35 +108,6 @@ mod field {
 pub(crate) const NAME_MAX: usize = 1023;
 /// Longest name of a base's format, in bytes.
 pub(crate) const FORMAT_MAX: usize = 15;
-
-mod incompatible {
-    pub(super) const REPLAY: u64 = 1 << 0;
-    pub(super) const TABLE: u64 = 1 << 1;
-    pub(super) const BASE: u64 = 1 << 2;
-    pub(super) const SNAPSHOTS: u64 = 1 << 3;
-    pub(super) const ZONED: u64 = 1 << 4;
-    pub(super) const PARTS: u64 = 1 << 5;
-    pub(super) const CLONED: u64 = 1 << 6;
-    pub(super) const HANDOVER: u64 = 1 << 7;
-    /// A flash cache may hold writes that the image has not.
-    pub(super) const HOLDS_WRITES: u64 = 1 << 8;
-    /// A session counts, and the image has no journal whose generation would make it void.
-    pub(super) const SESSION: u64 = 1 << 9;
-    /// Guest data is encrypted.
-    pub(super) const ENCRYPTED: u64 = 1 << 10;
-    /// The fast medium may be the only one that has a unit.
-    pub(super) const MOVED: u64 = 1 << 11;
-    /// All of the above.
-    pub(super) const KNOWN: u64 = (MOVED << 1) - 1;
-}
-
-/// Compatible features: a program that does not know one may ignore it.
-mod compatible {
-    pub(super) const COPY_ON_READ: u64 = 1 << 0;
-    pub(super) const PREFETCH: u64 = 1 << 1;
-    /// A fast medium has copies of units.
-    pub(super) const FAST: u64 = 1 << 2;
-}
 
 /// Bits of the byte of switches.
 const NO_EMBEDDING: u8 = 1 << 0;
@@ -384,6 +357,10 @@ impl Superblock {
         if (features & incompatible::SESSION != 0) != superblock.counts_without_journal() {
             return Err(Error::corrupt("what it records of a flash cache contradicts its feature bit"));
         }
+        // Images that earlier programs did not close lack the bit.
+        if features & incompatible::PACKED_OVER_BASE != 0 && !superblock.may_pack_over_base() {
+            return Err(Error::corrupt("it has no packed blocks over a base, and the feature bit says so"));
+        }
         superblock.check_rest(key)?;
         Ok(superblock)
     }
@@ -417,6 +394,11 @@ impl Superblock {
             Some((_, what)) => Err(Error::corrupt(*what)),
             None => Ok(()),
         }
+    }
+
+    /// Whether packed blocks alone may tell of parts of the base that the image has. That ends with a recovery or a close.
+    fn may_pack_over_base(&self) -> bool {
+        self.key.is_some() && self.embeds && self.base.is_some()
     }
 
     /// Refuses an image that was truncated.
@@ -458,6 +440,7 @@ impl Superblock {
             (self.session.is_some_and(|session| session.holds_writes()), incompatible::HOLDS_WRITES),
             (self.counts_without_journal(), incompatible::SESSION),
             (self.has_moved, incompatible::MOVED),
+            (self.may_pack_over_base(), incompatible::PACKED_OVER_BASE),
         ] {
             features |= if is_set { bit } else { 0 };
         }

@@ -39,8 +39,8 @@ use crate::engine::Commit as _;
 use crate::fast::{FastMedium, Moved, OpenRow};
 use crate::state::{UnderWay, lock};
 
-/// The entry, the unit's zone, and a bit.
-const WORDS: u64 = 3;
+/// The entry, the unit's zone, and a bit; of a block packed over the base also its mask and that bit.
+const WORDS: u64 = 5;
 /// Entries of one page of the table.
 const ENTRIES: u64 = 1024;
 

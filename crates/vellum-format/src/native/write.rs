@@ -188,9 +188,10 @@ impl Native {
                 continue;
             }
             step.plan.is_fresh = true;
-            if let Some(embedded) = self.embed(step, data, here) {
+            if let Some(embedded) = self.embed(step, data, here).await? {
                 let place = self.places.unit(embedded.given.unit);
                 step.place = settled(place.start());
+                step.fresh = SmallVec::new(); // the packed block says itself whether it has arrived
                 step.plan.embedded = Some(embedded);
                 self.reach(place).await?;
             } else {
@@ -211,7 +212,7 @@ impl Native {
     }
 
     /// The runs before and behind the step's bytes that fill up sub-blocks which become data.
-    fn fill_of(&self, step: &Step<'_>) -> (GuestSpan, GuestSpan) {
+    pub(super) fn fill_of(&self, step: &Step<'_>) -> (GuestSpan, GuestSpan) {
         let part = step.plan.part;
         let size = GuestOffset::new(self.engine.geometry.size);
         let first = GuestOffset::new(SUB_BLOCK.round_down(part.start().bytes()));
@@ -230,8 +231,8 @@ impl Native {
         (head, tail)
     }
 
-    /// The bytes of one sub-block that the guest did not write.
-    async fn fill(&self, span: GuestSpan) -> Result<Buffer> {
+    /// The bytes of one sub-block that the guest did not write. The part is claimed.
+    pub(super) async fn fill(&self, span: GuestSpan) -> Result<Buffer> {
         self.fill_up(span).await.context(|| format!("{}: can't read the base", self.engine.name))
     }
 
@@ -341,15 +342,16 @@ impl Writer for Native {
         let part = step.plan.part;
         let cell = self.cell.start_of(self.cell_of(part.start()));
         let place = |at: GuestOffset| step.at() + (at - cell);
+        if let Some(embedded) = &step.plan.embedded {
+            let bytes = data.split_to(usize::try_from(part.len()).expect("within the buffer"));
+            let (within, bytes) = self.with_block(step, embedded, bytes);
+            return pieces.add(step.at() + within, bytes);
+        }
         let (head, tail) = self.fill_of(step);
         if !head.is_empty() {
             pieces.fill(place(head.start()), self.fill(head));
         }
         let bytes = data.split_to(usize::try_from(part.len()).expect("within the buffer"));
-        if let Some(embedded) = &step.plan.embedded {
-            let (within, bytes) = self.with_block(step, embedded, bytes);
-            return pieces.add(step.at() + within, bytes);
-        }
         pieces.add(place(part.start()), bytes);
         if !tail.is_empty() {
             pieces.fill(place(tail.start()), self.fill(tail));

@@ -14,7 +14,7 @@ use vellum_core::{Buffer, Error, GuestOffset, GuestSpan, ImageOffset, Result, Ze
 
 use super::geometry::SUB_BLOCK;
 use super::image::{Native, Origin, Sub, mask};
-use super::publish::WORD_COST;
+use super::publish::{RECORDING_COST, WORD_COST};
 use super::write::{Done, LookAgain};
 use crate::claims::Held;
 use crate::engine::{Commit as _, Write as _};
@@ -228,8 +228,8 @@ impl Native {
         let mut words = self.words_of(&subs);
         words.extend(frees.map(|(number, _)| self.places.entry(number).word));
         self.reserve(&words).await?;
-        // The unit's zone may also have a word to change.
-        let cost = (words.len() as u64 + 1) * WORD_COST;
+        // The unit's zone may also have a word to change, and a block packed there its mask.
+        let cost = words.len() as u64 * WORD_COST + RECORDING_COST;
         let gate = self.enter_changing(cost, || words.clone()).await?;
         // The entry is changed first: once a bit says that the image has a block, no stale byte of the unit
         // may be visible.

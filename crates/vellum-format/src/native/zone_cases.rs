@@ -25,7 +25,9 @@ pub(super) enum Block {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Entry {
     Empty,
-    /// It has the unit that the block is in.
+    /// It names the block.
+    SameBlock,
+    /// It has the unit that the block is in, and does not name the block.
     SameUnit,
     OtherUnit,
 }
@@ -50,8 +52,10 @@ pub(super) struct Facts {
 /// What is done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Then {
-    /// The block counts: its entry is added to the table.
+    /// The block counts: its entry is added to the table, and its sub-block is the image's.
     BlockCounts,
+    /// Both count: the entry stays, and the block's sub-block is the image's.
+    BothCount,
     /// The table stays as it is. Where it does not name the unit, the unit is free.
     TableCounts,
 }
@@ -68,7 +72,7 @@ const fn row(bit: Bit, block: Option<Block>, entry: Option<Entry>, then: Then) -
 }
 
 /// The cases.
-pub(super) const ROWS: [Row; 6] = [
+pub(super) const ROWS: [Row; 7] = [
     // It was released, or its write failed, or the table has had its entry since.
     row(Bit::Set, None, None, Then::TableCounts),
     // Nothing was written there, or it has not arrived: no flush covered it.
@@ -76,7 +80,9 @@ pub(super) const ROWS: [Row; 6] = [
     // The disk has become smaller.
     row(Bit::Clear, Some(Block::BehindTheEnd), None, Then::TableCounts),
     row(Bit::Clear, Some(Block::OfTheDisk), Some(Entry::Empty), Then::BlockCounts),
-    // The table agrees, or says that the block is a plain one now.
+    // A word of its neighbour recorded the entry, or a recovery was interrupted: the mask may have been left behind.
+    row(Bit::Clear, Some(Block::OfTheDisk), Some(Entry::SameBlock), Then::BothCount),
+    // The table says that the block is a plain one now.
     row(Bit::Clear, Some(Block::OfTheDisk), Some(Entry::SameUnit), Then::TableCounts),
     // What came in between was not durable.
     row(Bit::Clear, Some(Block::OfTheDisk), Some(Entry::OtherUnit), Then::TableCounts),
@@ -127,7 +133,8 @@ mod tests {
         for bit in [Bit::Set, Bit::Clear] {
             for block in [Block::None, Block::BehindTheEnd, Block::OfTheDisk] {
                 cases.extend(
-                    [Entry::Empty, Entry::SameUnit, Entry::OtherUnit].map(|entry| (bit, block, entry)),
+                    [Entry::Empty, Entry::SameBlock, Entry::SameUnit, Entry::OtherUnit]
+                        .map(|entry| (bit, block, entry)),
                 );
             }
         }
@@ -136,9 +143,10 @@ mod tests {
 
     /// The decision, in words instead of rows.
     fn decision(case: (Bit, Block, Entry)) -> Then {
-        match case == (Bit::Clear, Block::OfTheDisk, Entry::Empty) {
-            true => Then::BlockCounts,
-            false => Then::TableCounts,
+        match case {
+            (Bit::Clear, Block::OfTheDisk, Entry::Empty) => Then::BlockCounts,
+            (Bit::Clear, Block::OfTheDisk, Entry::SameBlock) => Then::BothCount,
+            _ => Then::TableCounts,
         }
     }
 
@@ -153,7 +161,7 @@ mod tests {
             assert_eq!(row.then, decision((bit, block, entry)), "{all:?}");
             used.push(*row);
         }
-        assert_eq!(used.len(), 18);
+        assert_eq!(used.len(), 24);
         assert!(ROWS.iter().all(|row| used.contains(row)), "no row is superfluous");
     }
 

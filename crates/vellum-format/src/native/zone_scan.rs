@@ -18,7 +18,8 @@ use std::collections::BTreeMap;
 use vellum_core::{BlockSize, Buffer, Error, ImageOffset, ImageSpan, Result, Storage, try_join_all};
 
 use super::embed::{BLOCK_LEN, BLOCKS_MAX, Identity, identify};
-use super::geometry::{GENERATION_WORD, Places, RECORDED_WORD, TAG_WORD};
+use super::geometry::{Bits, GENERATION_WORD, Places, RECORDED_WORD, SUB_BLOCK, TAG_WORD};
+use super::image::mask;
 use super::zone_cases::{Bit, Block, Entry, Fact, Facts, Next, Then};
 use crate::bytes::{be64, put64};
 use crate::journal::record::{Item, Record};
@@ -69,13 +70,29 @@ pub(super) async fn scan_open_zones<R: Rules>(
     for zone in find_open_zones(replay, storage, places, generation).await? {
         let blocks = find_blocks(storage, places, &zone).await?;
         let known = |identity: &&Identity| u64::from(identity.guest_unit) < places.shape().units();
-        let guests = blocks.values().filter(known).map(|identity| u64::from(identity.guest_unit));
-        replay.bring(guests.map(|guest| places.entry(guest).word)).await?;
+        let guests = blocks.values().filter(known);
+        let words = guests.flat_map(|identity| {
+            let entry = places.entry(u64::from(identity.guest_unit)).word;
+            let of_base = bits_over_base(places, identity).map(|(bit, mask)| [bit.word, mask.word]);
+            std::iter::once(entry).chain(of_base.into_iter().flatten())
+        });
+        replay.bring(words).await?;
         for index in 0..places.units_per_zone() {
             let unit = zone.zone * places.units_per_zone() + 1 + index;
             let identity = blocks.get(&unit);
             let then = decide(replay, places, zone.bit(index), unit, identity).await?;
-            let (Then::BlockCounts, Some(identity)) = (then, identity) else { continue };
+            let (Then::BlockCounts | Then::BothCount, Some(identity)) = (then, identity) else { continue };
+            if let Some((bit, mask)) = bits_over_base(places, identity) {
+                let (page, within) = replay.page(bit.word).await?;
+                if bit.get(be64(page, within)) == 0 {
+                    let (page, within) = replay.page(mask.word).await?;
+                    let word = mask.set(be64(page, within), mask::DATA);
+                    put64(page, within, word);
+                }
+            }
+            if then == Then::BothCount {
+                continue;
+            }
             let bits = places.entry(u64::from(identity.guest_unit));
             let (page, within) = replay.page(bits.word).await?;
             let entry = places.make_entry(unit, u32::from(identity.block) + 1);
@@ -86,6 +103,15 @@ pub(super) async fn scan_open_zones<R: Rules>(
         }
     }
     Ok(entries)
+}
+
+/// The bit and the mask that say whether the image has the sub-block that this packed block is. `None` behind the base.
+fn bits_over_base(places: &Places, identity: &Identity) -> Option<(Bits, Bits)> {
+    let shape = places.shape();
+    let unit = shape.layout.unit().expect("it has units");
+    let sub = u64::from(identity.guest_unit) * unit.bytes() / SUB_BLOCK.bytes() + u64::from(identity.block);
+    let block = sub >> (shape.block.shift() - SUB_BLOCK.shift());
+    (sub < shape.sub_blocks()).then(|| (places.bit(block), places.mask(sub)))
 }
 
 /// The decision about a unit of an open zone in which this packed block was found, if any.
@@ -112,8 +138,10 @@ async fn decide<R: Rules>(
                 let bits = places.entry(guest);
                 let (page, within) = replay.page(bits.word).await?;
                 let entry = u32::try_from(bits.get(be64(page, within))).expect("32 bits");
+                let form = identity.map(|identity| u32::from(identity.block) + 1);
                 facts.entry = Some(match places.split_entry(entry) {
                     (0, 0) => Entry::Empty,
+                    (named, of) if named == unit && Some(of) == form => Entry::SameBlock,
                     (named, _) if named == unit => Entry::SameUnit,
                     _ => Entry::OtherUnit,
                 });

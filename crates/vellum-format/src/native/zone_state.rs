@@ -7,6 +7,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
+use super::over_base::OverBase;
 use crate::prealloc::Need;
 
 /// The zones of an image that is open for writing.
@@ -18,6 +19,8 @@ pub(super) struct Zones {
     /// How many bytes the guest has written.
     written_bytes: AtomicU64,
     pub(super) open: Mutex<Vec<OpenZone>>,
+    /// Units over the base whose entry only their packed block has.
+    pub(super) over_base: OverBase,
     /// The number of the zone that is being emptied (`compact.rs`), plus one. 0: none is.
     pub(super) emptying: AtomicU32,
     /// Held while a zone is opened.
@@ -43,6 +46,7 @@ impl Zones {
             compaction,
             written_bytes: AtomicU64::new(0),
             open: Mutex::default(),
+            over_base: OverBase::default(),
             emptying: AtomicU32::new(0),
             opening: async_lock::Mutex::default(),
             recording: async_lock::Mutex::default(),

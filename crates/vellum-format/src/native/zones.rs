@@ -30,7 +30,7 @@ use vellum_core::{ImageOffset, Result, Zeroes};
 
 use super::geometry::{GENERATION_WORD, RECORDED_WORD, TAG_WORD};
 use super::image::Native;
-use super::publish::WORD_COST;
+use super::publish::{RECORDING_COST, WORD_COST};
 use super::snapshots::views::Views;
 use super::units::Units;
 use super::zone_state::{Given, OpenZone, Paused, Zones};
@@ -156,15 +156,21 @@ impl Native {
         self.mark_recorded(unit);
     }
 
-    /// From this transaction on only the table's entry counts for the unit. The caller holds the gate.
+    /// From this transaction on only the table's entry counts for the unit. The caller holds the gate, and changes the
+    /// entry after this, if at all.
     pub(in crate::native) fn mark_recorded(&self, unit: u32) {
         if unit == 0 {
             return;
         }
+        let mut guest_unit = None;
         let found = self.in_open_zone(unit, |zone, index| {
+            guest_unit = zone.unrecorded.iter().find(|(other, _)| *other == index).map(|(_, guest)| *guest);
             zone.unrecorded.retain(|(other, _)| *other != index);
             (zone.zone, index)
         });
+        if let Some(guest_unit) = guest_unit {
+            self.record_mask_over_base(guest_unit);
+        }
         if let Some((zone, index)) = found {
             let bits = self.places.recorded(zone, index);
             self.home.change(bits.word, |word| bits.set(word, 1));
@@ -211,7 +217,8 @@ impl Native {
 
     async fn record_zone(&self, zones: &Zones, number: u32) -> Result<()> {
         let _one = zones.recording.lock().await;
-        let per_unit = 2 * WORD_COST;
+        let has_base = self.places.shape().base_bytes.is_some();
+        let per_unit = if has_base { RECORDING_COST } else { 2 * WORD_COST };
         let at_once = usize::try_from((self.record_max() / 4 / per_unit).clamp(1, 256)).expect("a few");
         loop {
             let some: Vec<(u32, u64)> = {

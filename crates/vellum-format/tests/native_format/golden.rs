@@ -20,7 +20,7 @@ use vellum_format::session::{CacheId, Session, SessionNumber, SessionState, Sess
 
 use super::samples::{
     Dir, base_bytes, content, content_of, encrypted_kinds, grown, half_deleted, kinds, open, open_with,
-    other_hash, own_code, snapped, used,
+    other_hash, own_code, packed, snapped, used,
 };
 
 pub fn directory() -> PathBuf {
@@ -73,6 +73,10 @@ fn images() -> Vec<(String, Vec<u8>)> {
         if ["linear-base", "zoned"].contains(&name) {
             images.push((format!("{name}-behind"), with_session(&image, true)));
         }
+    }
+    for (name, options) in kinds().into_iter().filter(|(name, _)| *name == "zoned-base") {
+        images.push((format!("{name}-packed"), packed(&options, true).content().to_vec()));
+        images.push((format!("{name}-packed-not-closed"), packed(&options, false).content().to_vec()));
     }
     for (seed, (name, options)) in (91..).zip(kinds()).filter(|(_, (_, options))| options.has_table) {
         let (image, _) = snapped(&options, seed);
@@ -172,6 +176,14 @@ fn cloned(image: &Arc<MemoryStorage>) -> &Arc<MemoryStorage> {
 const PIN: &str =
     "etag 700000 \"9b2cf535f27731c974343645a3985328-17\"\nfile 700000 131077@1764042000000000000";
 
+/// Whether an earlier program refuses the image, because it would not find what packed blocks say of the base.
+fn packs_over_base(image: &[u8]) -> bool {
+    let newest = |at: &usize| u64::from_be_bytes(image[at + 16..at + 24].try_into().expect("eight bytes"));
+    let copies = [0, 4096].into_iter().filter(|at| image[*at..].starts_with(b"VELLUMv1"));
+    let at = copies.max_by_key(newest).expect("a superblock");
+    u64::from_be_bytes(image[at + 40..at + 48].try_into().expect("eight bytes")) >> 12 & 1 == 1
+}
+
 /// Nothing for the disk, and all snapshots.
 fn views(image: &[u8]) -> Vec<Option<String>> {
     let image: SharedStorage = MemoryStorage::holding("image", image);
@@ -207,7 +219,9 @@ fn golden_images_open_for_ever() {
         let most = if name.contains("-encrypted") { 500 << 10 } else { 50 << 10 };
         assert!(packed.len() <= most, "{name}: {} bytes", packed.len());
         let image = zstd::decode_all(&packed[..]).expect("it is packed by zstd");
+        assert_eq!(packs_over_base(&image), name.ends_with("-packed-not-closed"), "{name}");
         let (mut disk, recovered) = disk_of(&image);
+        assert!(!packs_over_base(&recovered), "{name}");
         let recorded = block_on(Superblocks::read(&*MemoryStorage::holding("image", &recovered)));
         let recorded = recorded.expect("a superblock");
         let moved = Some(Handover::Moved(number())).filter(|_| name.ends_with("-moved"));

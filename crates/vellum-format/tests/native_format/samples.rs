@@ -154,6 +154,36 @@ pub fn used(
     (storage, model)
 }
 
+/// An image with packed blocks over its base: some that no record has, one that its neighbour's word has, one that was
+/// recorded when another sub-block of its unit was written, one of a unit that was discarded since, and one that was
+/// written again.
+pub fn packed(options: &CreateOptions, is_closed: bool) -> Arc<MemoryStorage> {
+    const UNIT: u64 = 65_536;
+    let storage = MemoryStorage::new("image");
+    block_on(async {
+        create(&*storage, options).await.expect("an image");
+        let disk = open(&storage, false).await.expect("a fresh image");
+        let write = async |at: u64, len: usize, value: u8| {
+            let data = Buffer::copy_of(&vec![value; len]);
+            disk.write(GuestOffset::new(at), data, WriteFlags::FUA).await.expect("written");
+        };
+        write(SIZE - 512, 512, 0xE0).await; // a zone is opened
+        for unit in 0..8 {
+            write(unit * UNIT + unit * 4096, 4096, 0xE1).await;
+        }
+        write(8 * UNIT + 512, 512, 0xE2).await;
+        write(3 * UNIT, 4096, 0xE3).await;
+        write(4 * UNIT + 4 * 4096, 4096, 0xE4).await;
+        let unit = GuestOffset::new(5 * UNIT).span(UNIT);
+        disk.discard(unit, WriteFlags::default()).await.expect("discarded");
+        write(5 * UNIT, 4096, 0xE5).await;
+        if is_closed {
+            disk.close().await.expect("closed");
+        }
+    });
+    storage
+}
+
 /// An image with snapshots, made, deleted and gone back to between requests, and what its disk must read as.
 pub fn snapped(options: &CreateOptions, seed: u64) -> (Arc<MemoryStorage>, Vec<u8>) {
     let mut random = Random::from_seed(seed);

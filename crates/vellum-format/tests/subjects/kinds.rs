@@ -47,6 +47,16 @@ pub(crate) fn of_all_kinds(seed: u64) -> Plan {
     Plan { seed, ..Plan::whole(text.parse().expect("a program")) }
 }
 
+/// Units over a base are released and packed again, with zones that are emptied and opened again.
+pub(crate) fn packed_again(seed: u64) -> Plan {
+    let mut random = Random::from_seed(seed);
+    let acts = ["w4k@0 ", "w4k@1 ", "w4k@2 ", "w4k@3 ", "drop64k@0 ", "drop64k@2 ", "drop160k@0 "];
+    let text: String = (0..14 + random.below(8))
+        .map(|_| format!("{}{}", random.pick(&acts), if random.one_in(3) { "" } else { "flush " }))
+        .collect();
+    Plan { seed, ..Plan::whole(format!("w512@4 flush flush {text}").parse().expect("a program")) }
+}
+
 /// One write of the host fails, and the guest continues.
 pub(crate) fn with_a_failing_write(seed: u64) -> Plan {
     let mut random = Random::from_seed(seed);

@@ -59,6 +59,8 @@ pub(crate) struct NativeSubject {
     is_in_a_row: bool,
     /// A discard of 64 KiB stands for one snapshot more, or for one less.
     has_snapshots: bool,
+    /// Each recovered image is also gone back to its oldest and newest snapshot.
+    is_gone_back_to: bool,
     /// Clones are made of each of them.
     has_clones: bool,
     /// Units are made ready ahead of need, beside every request.
@@ -88,6 +90,7 @@ impl NativeSubject {
             places: None,
             is_in_a_row: false,
             has_snapshots: false,
+            is_gone_back_to: false,
             has_clones: false,
             is_tended: false,
             has_quiet_times: false,
@@ -304,6 +307,56 @@ impl NativeSubject {
         Self { is_in_a_row: true, ..Self::new(setup.over(base, 64 << 10), 256 << 10) }
     }
 
+    /// Units over the base hold their own entries: two sub-blocks of a unit, two of its neighbour, and a unit behind the
+    /// base.
+    pub(crate) fn packed_over_a_base() -> Self {
+        Self::packed_over("vellum, zoned, packed over a base", 64 << 10)
+    }
+
+    /// A bit says it all; there are no masks that count.
+    pub(crate) fn packed_over_a_base_in_small_blocks() -> Self {
+        Self::packed_over("vellum, zoned, packed over a base, small blocks", 4 << 10)
+    }
+
+    /// A bit is about two units.
+    pub(crate) fn packed_over_a_base_in_large_blocks() -> Self {
+        Self::packed_over("vellum, zoned, packed over a base, large blocks", 128 << 10)
+    }
+
+    /// Units that are filled from end to end are not made zero before: such a write moves a unit.
+    pub(crate) fn packed_over_a_base_on_an_old_device() -> Self {
+        let device = Some((1 << 20) + (20 << 16));
+        let mut new = Self::packed_over("vellum, zoned, packed over a base, old device", 64 << 10);
+        new.setup.options.zone_size = Some(128 << 10);
+        Self { writes_zeros: true, device, ..new }
+    }
+
+    pub(crate) fn packed_over_a_base_in_quiet_times() -> Self {
+        let new = Self::packed_over("vellum, zoned, packed over a base, quiet times", 32 << 10);
+        Self { has_quiet_times: true, ..new }
+    }
+
+    /// The book is behind the base: the first write over the base after a snapshot is the first to keep its masks.
+    pub(crate) fn packed_over_a_base_with_snapshots() -> Self {
+        let new = Self::packed_over("vellum, zoned, packed over a base, snapshots", 64 << 10);
+        Self { has_snapshots: true, is_gone_back_to: true, ..new }
+    }
+
+    /// On a device with zones of two units, which are emptied and opened again.
+    pub(crate) fn packed_over_a_base_in_small_zones() -> Self {
+        let device = Some((1 << 20) + (12 << 16));
+        let mut new = Self::packed_over("vellum, zoned, packed over a base, small zones", 64 << 10);
+        new.setup.options.zone_size = Some(128 << 10);
+        Self { device, ..new }
+    }
+
+    fn packed_over(name: &'static str, block: u64) -> Self {
+        let setup = NativeSetup::zoned(name, 640 << 10, 64 << 10, 256 << 10);
+        let base: Vec<u8> = (0..(8 << 16) - 8192).map(|at: u32| (at / 512).to_le_bytes()[0] | 1).collect();
+        let places = [0, 4096, 1 << 16, (1 << 16) + 8192, 8 << 16];
+        Self { places: Some(places), ..Self::new(setup.over(base, block), 256 << 10) }
+    }
+
     /// Zones are written with zeros ahead of need.
     pub(crate) fn zoned_prepared() -> Self {
         let setup = NativeSetup::zoned("vellum, zoned, prepared", 512 << 10, 64 << 10, 256 << 10);
@@ -379,6 +432,10 @@ impl NativeSubject {
     /// Whether all of the disk is soon read.
     pub(crate) fn is_small(&self) -> bool {
         self.setup.options.size < 16 << 20
+    }
+
+    pub(crate) fn is_on_a_device(&self) -> bool {
+        self.device_len().is_some()
     }
 
     /// How much of a snapshot is checked.
@@ -487,6 +544,9 @@ impl Subject for NativeSubject {
             if self.has_snapshots {
                 let size = self.setup.options.size;
                 snapped::verify(&image, self.below.clone(), &self.looked_at(), size).await?;
+                if self.is_gone_back_to {
+                    snapped::go_back(&image, self.below.clone(), &self.looked_at()).await?;
+                }
             }
             if let Some(grows) = &self.grows {
                 grows.verify(&image, self.below.clone()).await?;

@@ -24,7 +24,7 @@ use vellum_core::{
 use super::super::geometry::{Bits, SNAPSHOTS};
 use super::super::home_pages::Missing;
 use super::super::image::Native;
-use super::super::publish::WORD_COST;
+use super::super::publish::RECORDING_COST;
 use super::copies::SlotAt;
 use super::{Held, Ordering, Views, page_of};
 use crate::engine::Commit as _;
@@ -33,8 +33,8 @@ use crate::state::lock;
 
 /// The bytes of a record that a kept page takes, at most.
 const KEPT_BYTES: u64 = 20 + 8 * 4 + 2 * 24;
-/// The bytes for an entry, and for the bit of the unit that it named.
-const ENTRY_BYTES: u64 = 2 * WORD_COST;
+/// The bytes for an entry, for the bit of the unit that it named, and for the mask of a block packed there.
+const ENTRY_BYTES: u64 = RECORDING_COST;
 /// For at most this many pages it is remembered when they were kept. Beyond that, those for which it is durable are forgotten.
 const KEPT_IN_MAX: usize = 256;
 /// Units are copied in pieces of this size.
@@ -398,13 +398,17 @@ impl Native {
     }
 
     fn put_entry_of(&self, held: Option<&mut Held>, bits: Bits, entry: u32) {
-        let old = self.home.change(bits.word, |word| bits.set(word, u64::from(entry)));
-        let (old, _) = self.places.split_entry(u32::try_from(bits.get(old)).expect("32 bits"));
+        let old = self.home.get(bits).expect("pages are loaded before they are changed");
+        let (old, _) = self.places.split_entry(u32::try_from(old).expect("32 bits"));
         let (unit, _) = self.places.split_entry(entry);
-        if old == self.places.moved_number() {
+        let is_stored = old != self.places.moved_number();
+        if is_stored {
+            self.mark_recorded(old);
+        }
+        self.home.change(bits.word, |word| bits.set(word, u64::from(entry)));
+        if !is_stored {
             return; // it had no unit here
         }
-        self.mark_recorded(old);
         let is_named = held.is_some_and(|held| held.copies.names(old));
         if old != 0 && old != unit && !is_named {
             self.free(old);

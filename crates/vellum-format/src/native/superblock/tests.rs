@@ -52,6 +52,41 @@ fn what_is_written_reads_back() {
     }
 }
 
+/// An earlier program would find the entry of a packed block over the base, and not that the image has the block.
+#[test]
+fn an_earlier_program_refuses_packed_blocks_over_a_base_until_the_image_is_closed() {
+    const KNOWN_BEFORE: u64 = (1 << 12) - 1;
+    let size = BlockSize::from_shift;
+    let layout = Layout::Zoned { unit: size(16), zone: size(23) };
+    let shape = |base_bytes| Shape { size: 1 << 30, layout, block: size(16), base_bytes };
+    let made = |base_bytes: Option<u64>| {
+        let base = Base { name: "base.raw".to_owned(), format: None };
+        Superblock::new(Places::plan(shape(base_bytes), MIB).unwrap(), base_bytes.map(|_| base), [9; 16])
+            .unwrap()
+    };
+    let is_refused = |superblock: &Superblock| {
+        let page = bytes(superblock);
+        assert!(bytes(&Superblock::parse(&page).unwrap()) == page);
+        be64(&page, field::INCOMPATIBLE) & !KNOWN_BEFORE != 0
+    };
+    for (base_bytes, embeds, key, expected) in [
+        (Some(1 << 29), true, Some(1), true),
+        (Some(1 << 29), true, None, false),
+        (Some(1 << 29), false, Some(1), false),
+        (None, true, Some(1), false),
+    ] {
+        let mut superblock = made(base_bytes);
+        (superblock.embeds, superblock.key) = (embeds, key);
+        assert_eq!(is_refused(&superblock), expected, "{base_bytes:?} {embeds} {key:?}");
+        let mut page = bytes(&superblock);
+        let features = be64(&page, field::INCOMPATIBLE) ^ 1 << 12;
+        put64(&mut page, field::INCOMPATIBLE, features);
+        seal(&mut page);
+        // Without the bit it may be an image that an earlier program has left.
+        assert_eq!(Superblock::parse(&page).is_ok(), expected, "the other way round");
+    }
+}
+
 #[test]
 fn every_bit_counts() {
     let page = bytes(&sample(true, true));

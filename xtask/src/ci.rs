@@ -113,15 +113,16 @@ fn docs() -> Outcome {
     run_command(command.env("RUSTDOCFLAGS", "-D warnings -A rustdoc::private_intra_doc_links"))
 }
 
-/// The names of what went wrong; each has said more when it did.
+/// What went wrong, with its reason: the last line of a long output says it again.
 #[derive(Default)]
-struct Failed(Vec<&'static str>);
+struct Failed(Vec<String>);
 
 impl Failed {
     fn note(&mut self, name: &'static str, outcome: Outcome) {
         if let Err(what) = outcome {
             eprintln!("{name}: {what}");
-            self.0.push(name);
+            let line = what.lines().next().unwrap_or_default();
+            self.0.push(format!("{name} ({line})"));
         }
     }
 

@@ -407,24 +407,23 @@ fn a_served_backup_ends_with_its_command() {
     for millis in [20, 50, 100, 150, 300] {
         let mut command = vellum_command();
         command.args(["backup", "--control", &served.socket]).args(words);
-        let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts");
+        let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("it starts");
         std::thread::sleep(Duration::from_millis(millis));
         let signal =
             if millis % 20 == 0 { rustix::process::Signal::INT } else { rustix::process::Signal::KILL };
         let is_over = child.try_wait().expect("a child").is_some();
         let _ = rustix::process::kill_process(super::support::program::pid_of(&child), signal);
-        child.wait().expect("a child");
-        // Until nobody makes one any more.
-        super::support::until("the backup is given up", || {
+        let said = child.wait_with_output().expect("a child").stderr;
+        // Until nobody makes one any more. It may not have begun when its command ended.
+        super::support::until("the backup is given up, and its draft removed", || {
             let tried = served.ask("resize", &[&LARGE.to_string()]);
-            !tried.err.contains("a backup of it is being made")
+            let is_draft = |name: &String| name.contains(".vellum-");
+            !tried.err.contains("a backup of it is being made") && !dir.names().iter().any(is_draft)
         });
         if std::path::Path::new(&target).exists() {
             break;
         }
-        assert!(!is_over);
-        let left = dir.names().into_iter().filter(|name| name.contains(".vellum-")).count();
-        assert_eq!(left, 0, "its draft is removed");
+        assert!(!is_over, "{}", String::from_utf8_lossy(&said));
         stopped += 1;
     }
     if !std::path::Path::new(&target).exists() {

@@ -277,7 +277,7 @@ fn flush(peer: &Peer, model: &Model) {
 fn recovered(kind: &Kind, image: &str, random: &mut Random) -> Vec<u8> {
     while random.one_in(2) {
         let mut command = vellum_command();
-        command.args(["recover", image]).stdout(Stdio::null()).stderr(Stdio::null());
+        command.args(["recover", "-f", kind.format, image]).stdout(Stdio::null()).stderr(Stdio::null());
         let mut child = command.spawn().expect("our own program can be started");
         std::thread::sleep(Duration::from_micros(random.below(12_000)));
         drop(child.kill());
@@ -286,7 +286,7 @@ fn recovered(kind: &Kind, image: &str, random: &mut Random) -> Vec<u8> {
         until_let_go(format!("{image}.data"));
         check_crashed(kind, image);
     }
-    vellum(&["recover", "--output", "json", image]).json();
+    vellum(&["recover", "-f", kind.format, "--output", "json", image]).json();
     check(kind, image, false);
     let info = vellum(&["info", "--output", "json", image]).json();
     assert_eq!(info["dirty-flag"], false, "{}: {info}", kind.name);

@@ -41,6 +41,9 @@ const BEGIN_MAX: Duration = Duration::from_secs(10);
 /// How long it is waited for the thread of a device that was disconnected.
 const END_MAX: Duration = Duration::from_secs(5);
 const LOOKED_EVERY: Duration = Duration::from_millis(5);
+/// How long it is waited for the thread of a device that nobody here has disconnected: where another program has, its sessions
+/// end a moment before, and nothing can be written back any more.
+const HUNG_UP_MAX: Duration = Duration::from_millis(250);
 
 /// The devices of a server.
 #[derive(Default)]
@@ -241,6 +244,7 @@ impl Shown {
 
     async fn end(self) {
         let Self { served, device, ended, .. } = self;
+        or(async { drop(ended.wait().await) }, clock().sleep(HUNG_UP_MAX)).await;
         if ended.how.get().is_none() {
             let path = device.path().to_owned();
             let ending = unblock(move || {

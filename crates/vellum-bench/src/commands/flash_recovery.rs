@@ -3,6 +3,7 @@
 //! ```text
 //!   a child: new cache in a sparse file ► 64 KiB at random places until 74 of 100 slots are full ► SIGKILL
 //!     ► out of the page cache ► a child opens it: time, processor, requests, memory       what is in the slots is not written
+//!     ► another opens it past the page cache, as `vellum serve --direct` does
 //!   the same, and all blocks went home before ► opened with all the memory it needs, and with a quarter
 //!   a smaller one, of which all is written ► opened ► all blocks go home ► closed         a full recovery
 //!   a cache of 400 GB: its slices and ring ► bytes that are read for as many blocks ► seconds at a drive's rate
@@ -10,8 +11,9 @@
 //!
 //! Only the last writes reach their slots: a recovery reads no others. So the file takes little space, and the map is as
 //! full as it says. The model counts what the format says of a full map: two heads and the rest of a place for each slice, and
-//! the ring; and the slots that the largest of the caches verified. It scales the processor's time by the number of blocks.
-//! Its drive is that of the paper `COWCache`.
+//! the ring; and the slots that the largest of the caches verified: past the page cache in sectors of 512 bytes, and in blocks
+//! of 4 KiB. The processor's time is that of the largest cache, and for more blocks what they took in it
+//! beyond the second largest: the ring of both is as long as that of the model. Its drive is that of the paper `COWCache`.
 
 mod child;
 mod sparse;
@@ -31,15 +33,19 @@ use super::parse_size;
 use crate::host::Machine;
 use crate::images::prepare;
 use crate::report::short;
-use child::{FULL, Filled, Opening, Part, Recovered};
+use child::{FULL, Filled, Opening, Opens, Part, Recovered};
 use sparse::Sparse;
 
 const BLOCK_BYTES: u64 = 4096;
-/// Slices have two places, and the first block of both is read.
-const HEADS_BYTES: u64 = 2 * BLOCK_BYTES;
-/// What is behind the first block of a slice of 4096 blocks in full groups: 64, 16 for a group and 2 for a block
-/// (`docs/format/flash.md`), to the end of a block.
-const REST_BYTES: u64 = (64 + 256 * 16 + 4096 * 2_u64).next_multiple_of(BLOCK_BYTES) - BLOCK_BYTES;
+/// What drives transfer at least: sectors.
+const SECTOR_BYTES: u64 = 512;
+/// A slice of 4096 blocks in full groups: 64, 16 for a group and 2 for a block (`docs/format/flash.md`).
+const SLICE_BYTES: u64 = 64 + 256 * 16 + 4096 * 2;
+
+/// What is read of a slice in such units: the first one of both places, and of one the rest.
+const fn slice_bytes_read(unit_bytes: u64) -> u64 {
+    unit_bytes + SLICE_BYTES.next_multiple_of(unit_bytes)
+}
 /// The cache of the paper, and what its drive reads in a second (Intel DC S3610, 400 GB; its sheet).
 const MODELLED_BYTES: u64 = 400_000_000_000;
 const MODELLED_RATE: f64 = 550e6;
@@ -48,7 +54,7 @@ const MODELLED_RATE: f64 = 550e6;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Size of a cache; may be given several times
-    #[arg(long, value_name = "SIZE", default_values = ["1G", "4G", "16G"], value_parser = parse_size)]
+    #[arg(long, value_name = "SIZE", default_values = ["1G", "4G", "16G", "64G"], value_parser = parse_size)]
     size: Vec<u64>,
     /// Size of a cache that is written, and recovered in full; 0 for none
     #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = parse_size)]
@@ -65,6 +71,9 @@ pub(crate) struct Args {
     /// Its memory, in bytes
     #[arg(long, value_name = "BYTES", hide = true)]
     memory: Option<u64>,
+    /// Open it past the page cache
+    #[arg(long, hide = true)]
+    direct: bool,
     /// Output format on stdout; with json, the table goes to stderr
     #[arg(long, value_enum, value_name = "HOW", default_value_t = Output::Human)]
     output: Output,
@@ -89,6 +98,8 @@ struct Row {
     is_dirty: bool,
     /// Less memory than the map takes; none for the usual.
     memory: Option<u64>,
+    /// Past the page cache.
+    is_direct: bool,
     opening: Opening,
 }
 
@@ -98,14 +109,18 @@ struct Row {
 struct Model {
     blocks: u64,
     parts: u32,
+    /// In sectors, past the page cache.
     bytes_read: u64,
     drive_seconds: f64,
+    /// In blocks of 4 KiB.
+    bytes_read_in_blocks: u64,
+    drive_seconds_in_blocks: f64,
     processor_seconds: f64,
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
     if let (Some(part), Some(file)) = (args.part, &args.file) {
-        return child::run(part, file, args.memory);
+        return child::run(part, file, Opens { memory: args.memory, is_direct: args.direct });
     }
     let dir = dir_or_beside_me(args.dir.as_ref())?;
     let table = Table::to(args.output);
@@ -115,10 +130,11 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         machine.medium, machine.kernel, machine.processors
     ));
     table.say(&format!(
-        "  {:>9} {:>6} {:>7} {:>9} {:>7} {:>9} {:>7} {:>9} {:>8} {:>7} {:>8} {:>8}",
+        "  {:>9} {:>6} {:>7} {:>6} {:>9} {:>7} {:>9} {:>7} {:>9} {:>8} {:>7} {:>8} {:>8}",
         "cache MiB",
         "blocks",
         "memory",
+        "by",
         "kept",
         "reads",
         "KiB read",
@@ -137,17 +153,21 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             rows.push(row);
         }
     }
-    let dirty = rows.iter().filter(|row| row.is_dirty);
-    let largest =
-        dirty.max_by_key(|row| row.opening.dirty_blocks).ok_or_else(|| Error::invalid("no --size"))?;
-    let model = model(&largest.opening, &facts_of(MODELLED_BYTES)?);
+    let mut dirty: Vec<&Opening> =
+        rows.iter().filter(|row| row.is_dirty && row.is_direct).map(|row| &row.opening).collect();
+    dirty.sort_unstable_by_key(|opening| opening.dirty_blocks);
+    let [smaller @ .., largest] = &dirty[..] else { return Err(Error::invalid("no --size")) };
+    let model = model(largest, smaller.last().copied(), &facts_of(MODELLED_BYTES)?);
     table.say(&format!(
-        "modelled, a full cache of 400 GB ({} blocks, {} parts) by the format: {} MiB are read, {:.2} s at 550 MB/s; by the \
-         largest cache: {:.2} s of this machine's processor",
+        "modelled, a full cache of 400 GB ({} blocks, {} parts) by the format: {} MiB are read past the page cache in sectors of \
+         512 bytes, {:.2} s at 550 MB/s ({} MiB and {:.2} s in blocks of 4 KiB); by the largest caches: {:.2} s of this machine's \
+         processor",
         model.blocks,
         model.parts,
         model.bytes_read >> 20,
         model.drive_seconds,
+        model.bytes_read_in_blocks >> 20,
+        model.drive_seconds_in_blocks,
         model.processor_seconds
     ));
     let full = match args.full_size {
@@ -165,12 +185,13 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 }
 
 fn line(row: &Row) -> String {
-    let Row { cache_bytes, is_dirty, memory, opening } = row;
+    let Row { cache_bytes, is_dirty, memory, is_direct, opening } = row;
     format!(
-        "  {:>9} {:>6} {:>7} {:>9} {:>7} {:>9} {:>7} {:>9} {:>8} {:>7} {:>8} {:>8}",
+        "  {:>9} {:>6} {:>7} {:>6} {:>9} {:>7} {:>9} {:>7} {:>9} {:>8} {:>7} {:>8} {:>8}",
         cache_bytes >> 20,
         if *is_dirty { "dirty" } else { "clean" },
         if memory.is_some() { "quarter" } else { "usual" },
+        if *is_direct { "direct" } else { "cached" },
         opening.blocks,
         opening.reads,
         opening.bytes_read >> 10,
@@ -183,18 +204,36 @@ fn line(row: &Row) -> String {
     )
 }
 
-/// What is read by the format, and how long that takes; and the processor's time in proportion.
+/// The processor's time for one block more: by two caches whose rings have one length, else in proportion.
+#[expect(clippy::cast_precision_loss, reason = "blocks are far below 2^53")]
+fn seconds_of_block(opening: &Opening, smaller: Option<&Opening>) -> f64 {
+    let of_both = smaller.filter(|smaller| {
+        smaller.ring_bytes == opening.ring_bytes && smaller.dirty_blocks < opening.dirty_blocks
+    });
+    let (seconds, blocks) = of_both.map_or((0.0, 0), |less| (less.processor_seconds, less.dirty_blocks));
+    let more = (opening.dirty_blocks - blocks).max(1);
+    (opening.processor_seconds - seconds).max(0.0) / more as f64
+}
+
+/// What is read by the format, and how long that takes; and the processor's time.
 #[expect(clippy::cast_precision_loss, reason = "bytes and blocks are far below 2^53")]
-fn model(opening: &Opening, large: &Facts) -> Model {
+fn model(opening: &Opening, smaller: Option<&Opening>, large: &Facts) -> Model {
     let blocks = large.slots;
-    let of_map = (u64::from(large.parts) + 1) * (HEADS_BYTES + REST_BYTES);
-    let bytes_read = of_map + large.ring_bytes + opening.slot_bytes_read;
+    let read_in = |unit_bytes: u64| {
+        (u64::from(large.parts) + 1) * slice_bytes_read(unit_bytes)
+            + large.ring_bytes
+            + opening.slot_bytes_read
+    };
+    let (bytes_read, bytes_read_in_blocks) = (read_in(SECTOR_BYTES), read_in(BLOCK_BYTES));
     Model {
         blocks,
         parts: large.parts,
         bytes_read,
         drive_seconds: bytes_read as f64 / MODELLED_RATE,
-        processor_seconds: opening.processor_seconds * blocks as f64 / opening.dirty_blocks.max(1) as f64,
+        bytes_read_in_blocks,
+        drive_seconds_in_blocks: bytes_read_in_blocks as f64 / MODELLED_RATE,
+        processor_seconds: opening.processor_seconds
+            + blocks.saturating_sub(opening.dirty_blocks) as f64 * seconds_of_block(opening, smaller),
     }
 }
 
@@ -255,19 +294,22 @@ impl Drop for Filler {
     }
 }
 
-fn part(part: Part, path: &Path, memory: Option<u64>) -> Result<Command> {
+fn part(part: Part, path: &Path, opens: Opens) -> Result<Command> {
     let me = std::env::current_exe().context(|| "can't find this program")?;
     let mut command = Command::new(me);
     command.args(["flash-recovery", "--part", part.name(), "--file"]).arg(path).stdin(Stdio::null());
-    if let Some(memory) = memory {
+    if let Some(memory) = opens.memory {
         command.args(["--memory", &memory.to_string()]);
+    }
+    if opens.is_direct {
+        command.arg("--direct");
     }
     Ok(command)
 }
 
 /// A cache that was filled by a process which was killed then; not in the page cache.
 fn filled(how: Filled, path: &Path) -> Result<()> {
-    let mut command = part(Part::of(how), path, None)?;
+    let mut command = part(Part::of(how), path, Opens::default())?;
     command.stdout(Stdio::piped());
     let mut filler = Filler(command.spawn().context(|| format!("can't run {command:?}"))?);
     let mut said = String::new();
@@ -281,8 +323,8 @@ fn filled(how: Filled, path: &Path) -> Result<()> {
 }
 
 /// What a child says of what it did.
-fn answer<T: serde::de::DeserializeOwned>(what: Part, path: &Path, memory: Option<u64>) -> Result<T> {
-    let output = part(what, path, memory)?.output().context(|| "can't run a child")?;
+fn answer<T: serde::de::DeserializeOwned>(what: Part, path: &Path, opens: Opens) -> Result<T> {
+    let output = part(what, path, opens)?.output().context(|| "can't run a child")?;
     if !output.status.success() {
         let why = String::from_utf8_lossy(&output.stderr);
         return Err(Error::invalid(format!("a child that opens the cache failed: {}", why.trim())));
@@ -293,31 +335,35 @@ fn answer<T: serde::de::DeserializeOwned>(what: Part, path: &Path, memory: Optio
 
 fn look(dir: &Path, size: u64) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
-    let mut opened = |path: &Path, is_dirty: bool, memory: Option<u64>| -> Result<Opening> {
+    let mut opened = |path: &Path, is_dirty: bool, opens: Opens| -> Result<Opening> {
         prepare(path, false)?;
-        let opening: Opening = answer(Part::Open, path, memory)?;
-        rows.push(Row { cache_bytes: size, is_dirty, memory, opening });
+        let opening: Opening = answer(Part::Open, path, opens)?;
+        let Opens { memory, is_direct } = opens;
+        rows.push(Row { cache_bytes: size, is_dirty, memory, is_direct, opening });
         Ok(opening)
     };
     {
         let cache = Temporary::of(dir, "dirty", size)?;
         filled(Filled::Dirty, &cache.0)?;
-        let opening = opened(&cache.0, true, None)?;
-        if opening.dirty_blocks < child::filled_blocks(opening.slots) {
-            let why = format!(
-                "{} of {} blocks are there",
-                opening.dirty_blocks,
-                child::filled_blocks(opening.slots)
-            );
-            return Err(Error::corrupt(why));
+        // An opening after a crash changes nothing, so another one finds the same.
+        for is_direct in [false, true] {
+            let opening = opened(&cache.0, true, Opens { memory: None, is_direct })?;
+            if opening.dirty_blocks < child::filled_blocks(opening.slots) {
+                let why = format!(
+                    "{} of {} blocks are there",
+                    opening.dirty_blocks,
+                    child::filled_blocks(opening.slots)
+                );
+                return Err(Error::corrupt(why));
+            }
         }
     }
     let cache = Temporary::of(dir, "clean", size)?;
     filled(Filled::Clean, &cache.0)?;
-    let opening = opened(&cache.0, false, None)?;
+    let opening = opened(&cache.0, false, Opens::default())?;
     let empty = empty_bytes(size)?;
     let quarter = empty + opening.budget_used_bytes.saturating_sub(empty) / 4;
-    opened(&cache.0, false, Some(quarter))?;
+    opened(&cache.0, false, Opens { memory: Some(quarter), is_direct: false })?;
     Ok(rows)
 }
 
@@ -325,7 +371,7 @@ fn recovered_in_full(dir: &Path, size: u64) -> Result<Recovered> {
     let cache = Temporary::of(dir, "full", size)?;
     filled(Filled::Whole, &cache.0)?;
     let _home = Temporary::of(dir, "full.home", child::disk_bytes(facts_of(size)?.slots))?;
-    answer(Part::Recover, &cache.0, None)
+    answer(Part::Recover, &cache.0, Opens::default())
 }
 
 #[cfg(test)]
@@ -341,8 +387,13 @@ mod tests {
             ..Opening::default()
         };
         let large = Facts { slots: 2_000_000, parts: 489, ring_bytes: 64 << 20, ..Facts::default() };
-        let model = model(&opening, &large);
-        assert_eq!(model.bytes_read, 490 * (8192 + 12_288) + (64 << 20) + 8192);
+        let model_by = |smaller| model(&opening, smaller, &large);
+        let model = model_by(None);
+        assert_eq!(model.bytes_read, 490 * (1024 + 12_288) + (64 << 20) + 8192);
+        assert_eq!(model.bytes_read_in_blocks, 490 * (8192 + 12_288) + (64 << 20) + 8192);
         assert!((model.processor_seconds - 0.2).abs() < 1e-9);
+        // What a ring of this length takes is not taken again for more blocks.
+        let smaller = Opening { dirty_blocks: 100_000, processor_seconds: 0.015, ..Opening::default() };
+        assert!((model_by(Some(&smaller)).processor_seconds - 0.11).abs() < 1e-9);
     }
 }

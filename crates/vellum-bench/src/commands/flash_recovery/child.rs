@@ -81,6 +81,15 @@ impl Part {
     }
 }
 
+/// How a cache is opened.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Opens {
+    /// At most this much memory, in bytes; none for the usual.
+    pub(super) memory: Option<u64>,
+    /// Past the page cache.
+    pub(super) is_direct: bool,
+}
+
 /// What an opening took.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -138,13 +147,13 @@ impl Recovered {
     }
 }
 
-pub(super) fn run(part: Part, path: &Path, memory: Option<u64>) -> Result<()> {
+pub(super) fn run(part: Part, path: &Path, opens: Opens) -> Result<()> {
     vellum_io::run(IoMode::Auto, async || match part {
         Part::FillDirty => fill(path, Filled::Dirty).await,
         Part::FillClean => fill(path, Filled::Clean).await,
         Part::FillWhole => fill(path, Filled::Whole).await,
         Part::Open => {
-            let (_, opening) = open(path, memory, &Arc::default()).await?;
+            let (_, opening) = open(path, opens, &Arc::default()).await?;
             say(&opening)
         }
         Part::Recover => say(&recover(path).await?),
@@ -172,14 +181,14 @@ fn peak_bytes() -> u64 {
     kib.unwrap_or_default() << 10
 }
 
-async fn open(path: &Path, memory: Option<u64>, tally: &Arc<IoTally>) -> Result<(Arc<FlashCache>, Opening)> {
-    let file: SharedStorage = File::open(path, OpenOptions::writing()).await?;
+async fn open(path: &Path, opens: Opens, tally: &Arc<IoTally>) -> Result<(Arc<FlashCache>, Opening)> {
+    let file: SharedStorage = File::open(path, OpenOptions::writing().direct(opens.is_direct)).await?;
     let slots = Sparse::dropping(file.clone(), slots_at(&super::facts_of(file.len())?));
     slots.keep_all();
     let storage = Tallied::shared(slots.clone(), tally.clone());
     let (begun, processor, peak) = (Instant::now(), on_processor(), peak_bytes());
     let mut options = FlashOptions::new(Some(vellum_io::clock()), Random::from_seed(1));
-    options.memory_bytes_max = memory;
+    options.memory_bytes_max = opens.memory;
     let cache = FlashCache::open(storage, options).await?;
     let (took, processor, peak) = (begun.elapsed(), on_processor() - processor, peak_bytes() - peak);
     let (facts, opened, counts) = (cache.facts(), cache.opened(), tally.counts());
@@ -221,7 +230,7 @@ async fn disk_over(cache: &Arc<FlashCache>, home: SharedStorage) -> Result<Arc<F
 async fn recover(path: &Path) -> Result<Recovered> {
     let (begun, processor) = (Instant::now(), on_processor());
     let (of_flash, of_home): (Arc<IoTally>, Arc<IoTally>) = Default::default();
-    let (cache, opening) = open(path, None, &of_flash).await?;
+    let (cache, opening) = open(path, Opens::default(), &of_flash).await?;
     let before = of_flash.counts();
     let mut name = path.as_os_str().to_owned();
     name.push(".home");

@@ -1,27 +1,31 @@
-//! `vellum-bench encryption`: what encryption costs a disk, beside a plain one. `qemu-img bench` takes no secret, so of
-//! QEMU there is the plain disk alone.
+//! `vellum-bench encryption`: what encryption costs a disk, beside a plain one and beside QEMU.
 //!
 //! ```text
 //!   each program makes its images from the same bytes: plain, and with LUKS (AES-256, XTS)
 //!   for each round     each image in turn, beginning with another one each time
-//!     `vellum bench`, `qemu-img bench`: reads and overwrites of 4 KiB and of 64 KiB, in order, 32 in flight, page cache
+//!     `vellum bench`, `qemu-img bench`   in the process: reads and overwrites of 4 and 64 KiB, in order, 32 in flight, page cache
+//!     `vellum serve`, `qemu-nbd`         over NBD, one client of ours for both: 4 KiB at random, 1 and 32 in flight, and 64 KiB
 //! ```
 //!
-//! Neither program serves the disk: what is timed is the format and the cipher, in the process that has opened it. The
-//! time is the program's own, without opening, which takes the time that the key slot asks for.
+//! What is timed in the process is the format and the cipher; the time is the program's own, without opening, which takes the
+//! time that the key slot asks for. `qemu-img bench` takes no secret, so QEMU's encrypted disk is only served. The client checks
+//! each reply.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use vellum_core::{Context, Error, Result};
 use vellum_lab::cost::lab::Lab;
 use vellum_lab::programs;
 use vellum_lab::report::{Output, Table};
-use vellum_lab::server::Vellum;
+use vellum_lab::server::{Cache, Running, Serving, Vellum};
 
 use crate::host::{Machine, cpu_seconds_of_ended};
 use crate::images;
+use crate::load::workload::{Operation, Order, Workload};
+use crate::load::{self, Target, Timing};
 use crate::report::{median, short};
 
 /// Time an encrypted disk beside a plain one
@@ -30,6 +34,9 @@ pub(crate) struct Args {
     /// Size of the disks, in whole MiB
     #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = super::parse_size)]
     size: u64,
+    /// Measured seconds of each turn over NBD
+    #[arg(long, value_name = "SECONDS", default_value_t = 1.0, value_parser = parse_seconds)]
+    seconds: f64,
     /// Number of rounds; each image has a turn in each
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
@@ -48,7 +55,7 @@ struct Subject {
     format: &'static str,
     options: &'static str,
     is_encrypted: bool,
-    /// Which of the subjects this one is compared with: the plain one.
+    /// Which of the subjects this one is compared with: the plain one, and QEMU's.
     beside: &'static [usize],
 }
 
@@ -56,17 +63,35 @@ const fn subject(name: &'static str, format: &'static str, options: &'static str
     Subject { name, is_qemu: false, format, options, is_encrypted: false, beside: &[] }
 }
 
-const SUBJECTS: [Subject; 7] = [
-    subject("vellum table", "vellum", "layout=table"),
-    Subject { is_encrypted: true, beside: &[0], ..subject("vellum table, LUKS", "vellum", "layout=table") },
-    subject("vellum linear", "vellum", "layout=linear"),
-    Subject { is_encrypted: true, beside: &[2], ..subject("vellum linear, LUKS", "vellum", "layout=linear") },
-    subject("vellum qcow2", "qcow2", "extended_l2=off"),
-    Subject { is_encrypted: true, beside: &[4], ..subject("vellum qcow2, LUKS", "qcow2", "extended_l2=off") },
+const SUBJECTS: [Subject; 8] = [
+    Subject { beside: &[6], ..subject("vellum table", "vellum", "layout=table") },
+    Subject {
+        is_encrypted: true,
+        beside: &[0, 7],
+        ..subject("vellum table, LUKS", "vellum", "layout=table")
+    },
+    Subject { beside: &[6], ..subject("vellum linear", "vellum", "layout=linear") },
+    Subject {
+        is_encrypted: true,
+        beside: &[2, 7],
+        ..subject("vellum linear, LUKS", "vellum", "layout=linear")
+    },
+    Subject { beside: &[6], ..subject("vellum qcow2", "qcow2", "extended_l2=off") },
+    Subject {
+        is_encrypted: true,
+        beside: &[4, 7],
+        ..subject("vellum qcow2, LUKS", "qcow2", "extended_l2=off")
+    },
     Subject { is_qemu: true, ..subject("qemu qcow2", "qcow2", "cluster_size=64k") },
+    Subject {
+        is_qemu: true,
+        is_encrypted: true,
+        beside: &[6],
+        ..subject("qemu qcow2, LUKS", "qcow2", "cluster_size=64k")
+    },
 ];
 
-/// What is asked of a disk.
+/// What is asked of a disk in the process that has opened it.
 struct Load {
     title: &'static str,
     bytes: u64,
@@ -80,6 +105,20 @@ const LOADS: [Load; 4] = [
     Load { title: "overwrite 4 KiB", bytes: 4096, writes: true, per_mebibyte: 512 },
     Load { title: "read 64 KiB", bytes: 65_536, writes: false, per_mebibyte: 128 },
     Load { title: "overwrite 64 KiB", bytes: 65_536, writes: true, per_mebibyte: 64 },
+];
+
+const fn served(operation: Operation, len: usize, depth: usize) -> Workload {
+    Workload { operation, order: Order::Random, len, depth }
+}
+
+/// What a client asks over NBD.
+const SERVED: [Workload; 6] = [
+    served(Operation::Read, 4096, 1),
+    served(Operation::Write, 4096, 1),
+    served(Operation::Read, 4096, 32),
+    served(Operation::Write, 4096, 32),
+    served(Operation::Read, 65_536, 8),
+    served(Operation::Write, 65_536, 8),
 ];
 
 /// One turn, per request.
@@ -158,6 +197,45 @@ impl Stand {
         let requests: f64 = count.parse().expect("a number");
         Ok(Turn { wall_us: seconds * 1e6 / requests, cpu_us: cpu_seconds * 1e6 / requests })
     }
+
+    /// The command that serves an image.
+    fn server(&self, index: usize, socket: &Path) -> Command {
+        let (subject, image) = (&SUBJECTS[index], self.image(index));
+        let object = self.object();
+        let secret = subject.is_encrypted.then_some(["--object", &object]);
+        if subject.is_qemu {
+            let mut command = Command::new("qemu-nbd");
+            let key = if subject.is_encrypted { "encrypt.key-secret=s," } else { "" };
+            let options = format!("driver=qcow2,{key}file.filename={}", image.display());
+            command.args(["--persistent", "--shared=2", "--aio=io_uring", "--cache=writeback", "--socket"]);
+            command.arg(socket).args(secret.iter().flatten()).args(["--image-opts", &options]);
+            return command;
+        }
+        let mut command = Command::new(&self.lab.vellum.path);
+        command.args(["serve", "--quiet", "--format", subject.format]).args(secret.iter().flatten());
+        command.arg("--nbd").arg(format!("unix:{}", socket.display())).arg(image);
+        command
+    }
+
+    fn take_served_turn(&self, index: usize, workload: &Workload, timing: Timing, seed: u64) -> Result<Turn> {
+        let (image, socket) = (self.image(index), self.lab.dir.join("nbd.sock"));
+        let format = SUBJECTS[index].format;
+        let serving =
+            Serving { image: &image, format, cache: Cache::Buffered, connections: 1, socket: &socket };
+        let running = Running::start_command(self.server(index, &socket), &serving)?;
+        let target =
+            Target { pid: running.pid(), socket: running.socket(), connections: 1, structured: true };
+        let sample = load::run(target, workload, timing, seed)?;
+        drop(running);
+        Ok(Turn { wall_us: sample.wall_us(), cpu_us: sample.server_cpu_us() })
+    }
+}
+
+fn parse_seconds(text: &str) -> std::result::Result<f64, String> {
+    match text.parse() {
+        Ok(seconds) if (0.01..=3600.0).contains(&seconds) => Ok(seconds),
+        _ => Err("between 0.01 and 3600 seconds".to_owned()),
+    }
 }
 
 /// The seconds in what a program says: `"seconds": 1.5`, or `Run completed in 1.500 seconds.`
@@ -178,7 +256,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let table = Table::to(Output::Human);
     let say = |line: &str| table.say(line);
     say(&format!(
-        "{} MiB; images on {}; Linux {}, {} processors; {} rounds, medians; 32 in flight, in order, page cache",
+        "{} MiB; images on {}; Linux {}, {} processors; {} rounds, medians; page cache; in the process in order, 32 in \
+         flight",
         size >> 20,
         machine.medium,
         machine.kernel,
@@ -196,17 +275,32 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     for index in &chosen {
         stand.make(*index, &source).context(|| SUBJECTS[*index].name)?;
     }
-    for load in &LOADS {
+    let rounds = |title: &str, chosen: &[usize], take: &dyn Fn(usize, u64) -> Result<Turn>| -> Result<()> {
         let mut turns = vec![Vec::new(); SUBJECTS.len()];
         for round in 0..args.rounds as usize {
             for turn in 0..chosen.len() {
                 let index = chosen[(round + turn) % chosen.len()];
                 images::prepare(&stand.image(index), true)?;
-                turns[index].push(stand.take_turn(index, load, size).context(|| SUBJECTS[index].name)?);
+                turns[index].push(take(index, round as u64).context(|| SUBJECTS[index].name)?);
             }
         }
-        say(&format!("  {}", load.title));
+        say(&format!("  {title}"));
         chosen.iter().for_each(|index| say(&line(*index, &turns)));
+        Ok(())
+    };
+    // First, as the client knows what it reads, and the others write zeros.
+    let window = Duration::from_secs_f64(args.seconds);
+    let timing = Timing { warm_up: Duration::from_millis(200), window };
+    for workload in &SERVED {
+        let title = format!("over NBD: {}", workload.title());
+        let take = |index, round| stand.take_served_turn(index, workload, timing, round);
+        rounds(&title, &chosen, &take)?;
+    }
+    // `qemu-img bench` takes no secret.
+    let in_process = |index: &usize| !(SUBJECTS[*index].is_qemu && SUBJECTS[*index].is_encrypted);
+    let opened: Vec<usize> = chosen.iter().copied().filter(in_process).collect();
+    for load in &LOADS {
+        rounds(load.title, &opened, &|index, _| stand.take_turn(index, load, size))?;
     }
     drop(fs::remove_dir_all(&stand.lab.dir));
     Ok(())

@@ -47,6 +47,12 @@ impl Sample {
     pub(crate) fn server_cpu_us(&self) -> f64 {
         self.server_cpu_seconds * 1e6 / self.operations as f64
     }
+
+    /// Microseconds of the window for an operation.
+    #[expect(clippy::cast_precision_loss, reason = "counts are far below 2^53")]
+    pub(crate) fn wall_us(&self) -> f64 {
+        self.seconds * 1e6 / self.operations as f64
+    }
 }
 
 /// The samples of one program at one case.

@@ -280,9 +280,13 @@ pub async fn snapshot_delete(path: &Path, format: Option<FormatKind>, wanted: Wa
     if let Some(closed) = format.closed_snapshots() {
         return closed.delete(&storage, wanted).await;
     }
+    let only_by_name = matches!(wanted, Wanted::Name(_));
     let wanted = wanted.text();
     let (disk, snapshots) = format.open_alone(&storage).await?;
-    let deleted = snapshots.delete(wanted).await;
+    let deleted = match only_by_name {
+        true => snapshots.delete(&format!("snapshot.name={wanted}")).await,
+        false => snapshots.delete(wanted).await,
+    };
     let all = snapshots.list();
     let closed = disk.close().await;
     match (deleted, all, canonical_path(path).await) {

@@ -190,13 +190,32 @@ impl List {
         Vec::new()
     }
 
-    /// The snapshot of this id, else of this name.
+    /// The snapshot of this id, else of this name, else the one that `snapshot.id=ID` or `snapshot.name=NAME` means to QEMU.
     pub(super) fn find(&self, wanted: &str) -> Result<&Entry> {
-        let mut there = self.entries.iter().filter(|entry| !entry.is_being_deleted);
-        let by_id = there.clone().find(|entry| entry.id.to_string() == wanted);
-        by_id.or_else(|| there.find(|entry| entry.name == wanted)).ok_or_else(|| {
+        let there = || self.entries.iter().filter(|entry| !entry.is_being_deleted);
+        let of_id = |id: &str| there().find(|entry| entry.id.to_string() == id);
+        let of_name = |name: &str| there().find(|entry| entry.name == name);
+        let found = of_id(wanted)
+            .or_else(|| of_name(wanted))
+            .or_else(|| of_id(wanted.strip_prefix("snapshot.id=")?))
+            .or_else(|| of_name(wanted.strip_prefix("snapshot.name=")?));
+        found.ok_or_else(|| {
             Error::new(vellum_core::ErrorKind::NotFound, format!("there is no snapshot named {wanted}"))
         })
+    }
+
+    /// The same for a change: what is changed is meant beyond doubt, so what is the id of one and the name of another is refused.
+    pub(super) fn find_meant(&self, wanted: &str) -> Result<&Entry> {
+        let found = self.find(wanted)?;
+        let mut there = self.entries.iter().filter(|entry| !entry.is_being_deleted);
+        match there.find(|entry| entry.name == wanted) {
+            Some(named) if named.id != found.id => Err(Error::invalid(format!(
+                "{wanted} is the id of snapshot {} and the name of another, whose id is {}: say snapshot.id={wanted} for the one, or \
+                 snapshot.name={wanted} for the other",
+                found.name, named.id
+            ))),
+            _ => Ok(found),
+        }
     }
 
     /// Whether each snapshot relies on the next younger one, and the youngest on home. This program makes no

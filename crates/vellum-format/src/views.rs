@@ -3,15 +3,17 @@
 
 use vellum_core::{LocalFuture, Result, SharedDisk};
 
+use crate::image::Snapshot;
+
 /// Snapshots of an open image that are only looked at.
 pub trait Views: Send + Sync {
-    /// Their names, as long as the image is open.
-    fn names(&self) -> &[String];
+    /// What they are, as long as the image is open.
+    fn snapshots(&self) -> &[Snapshot];
 
-    /// The snapshot with exactly this name, as a disk beside that of the image. The same place of the same storage in the maps of both
-    /// is the same bytes. It is to be dropped before the image is closed.
+    /// The snapshot with exactly this id, as a disk beside that of the image. The same place of the same storage in the maps of both
+    /// is the same bytes. It is to be dropped before the image is closed. All that want one snapshot share one disk.
     ///
     /// # Errors
     /// `NotFound` when there is none, and the errors of the image.
-    fn view<'a>(&'a self, name: &'a str) -> LocalFuture<'a, Result<SharedDisk>>;
+    fn view<'a>(&'a self, id: &'a str) -> LocalFuture<'a, Result<SharedDisk>>;
 }

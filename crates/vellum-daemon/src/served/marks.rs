@@ -8,13 +8,13 @@
 //! ```
 //!
 //! 1. All bitmaps are offered that can be relied on, under the names that they had when the disk was opened; snapshots as they are when a
-//!    client asks for contexts.
+//!    client asks for contexts. To that client the name means that snapshot, also when another one gets it.
 //! 2. An answer is what is marked at that moment. While guests write it is out of date at once, and never says less than was
 //!    marked before.
 //! 3. What a snapshot has is never overwritten. So what is not marked reads as it does in the snapshot, without being read. What is marked was
 //!    written since, in units of the image, or moved, and may read the same.
-//! 4. A snapshot is opened for one answer, and the image stays open meanwhile. Between two answers it may be deleted: then there are no
-//!    more of them.
+//! 4. A snapshot is open while there are answers about it, once for all of them, and the image stays open meanwhile. Between two
+//!    answers it may be deleted: then there are no more of them.
 //! 5. With a flash cache nothing is offered: writes that only the cache has are marked when they go home.
 
 use std::path::Path;
@@ -23,6 +23,7 @@ use std::sync::{Arc, Weak};
 use futures_lite::future::yield_now;
 use vellum_core::{Error, ErrorKind, GuestSpan, LocalFuture, Result, SharedDisk};
 use vellum_export::nbd::{Marked, Marks, MarksKind, OffersMarks, SharedMarks};
+use vellum_format::image::Snapshot;
 use vellum_layer::Chain;
 
 use super::{Served, Top};
@@ -34,10 +35,40 @@ const PIECES_MAX: usize = 256;
 /// A bitmap of a served disk, or a snapshot.
 struct ServedMarks {
     served: Weak<Served>,
-    kind: MarksKind,
     name: String,
-    /// The snapshot that is compared, where that is not the disk.
-    of: Option<String>,
+    what: What,
+}
+
+enum What {
+    Bitmap,
+    /// What differs from a snapshot, in the disk or in another one.
+    Diff {
+        from: Which,
+        of: Option<Which>,
+    },
+}
+
+/// A snapshot, which is never taken for another that has its name later.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Which {
+    name: String,
+    id: String,
+    /// When it was made: ids may come again. Seconds since 1970, and nanoseconds where they are known.
+    made: (u64, u32),
+}
+
+impl Which {
+    fn of(snapshot: &Snapshot) -> Self {
+        let Snapshot { id, name, seconds, machine, .. } = snapshot;
+        let nanoseconds = machine.as_ref().map_or(0, |machine| machine.nanoseconds);
+        Self { name: name.clone(), id: id.clone(), made: (*seconds, nanoseconds) }
+    }
+
+    /// Whether it is this one, whatever its name is by now.
+    fn is(&self, snapshot: &Snapshot) -> bool {
+        let other = Self::of(snapshot);
+        (&self.id, self.made) == (&other.id, other.made)
+    }
 }
 
 /// All of them.
@@ -65,7 +96,7 @@ pub(super) fn must_have(image: &Path, offered: &[String], wanted: &[String]) -> 
         Some(name) => Err(Error::new(
             ErrorKind::NotFound,
             format!(
-                "{}: no dirty bitmap {name} can be offered to clients; `vellum info` lists what the image has. Those that are                  inconsistent, and those of a snapshot, of a part of a disk or behind a flash cache are not offered",
+                "{}: no dirty bitmap {name} can be offered to clients; `vellum info` lists what the image has. Those that are inconsistent, and those of a snapshot, of a part of a disk or behind a flash cache are not offered",
                 image.display()
             ),
         )),
@@ -87,20 +118,28 @@ impl Offered {
 impl OffersMarks for Offered {
     fn marks(&self) -> Vec<SharedMarks> {
         let Some(served) = self.served.upgrade() else { return Vec::new() };
-        let one = |kind, name| {
-            let (served, of) = (self.served.clone(), self.of.clone());
-            Arc::new(ServedMarks { served, kind, name, of }) as SharedMarks
+        let now = served.snapshots_now();
+        let of = match &self.of {
+            None => None,
+            Some(name) => match now.iter().find(|one| one.name == *name) {
+                Some(own) => Some(own.clone()),
+                None => return Vec::new(),
+            },
         };
-        let bitmaps = served.bitmaps.iter().filter(|_| self.of.is_none()).cloned();
-        let snapshots = served.snapshots_now().into_iter().filter(|name| self.of.as_ref() != Some(name));
-        let bitmaps = bitmaps.map(|name| one(MarksKind::Bitmap, name));
-        bitmaps.chain(snapshots.map(|name| one(MarksKind::Diff, name))).collect()
+        let one = |name: &str, what| {
+            let (served, name) = (self.served.clone(), name.to_owned());
+            Arc::new(ServedMarks { served, name, what }) as SharedMarks
+        };
+        let bitmaps = served.bitmaps.iter().filter(|_| of.is_none()).map(|name| one(name, What::Bitmap));
+        let others = now.into_iter().filter(|snapshot| self.of.as_ref() != Some(&snapshot.name));
+        let others = others.map(|from| one(&from.name.clone(), What::Diff { from, of: of.clone() }));
+        bitmaps.chain(others).collect()
     }
 }
 
 impl Served {
-    /// The names of the snapshots that the disk can be compared with now: none of them while it is closed, or of a part of it.
-    fn snapshots_now(&self) -> Vec<String> {
+    /// The snapshots that the disk can be compared with now: none of them while it is closed, or of a part of it.
+    fn snapshots_now(&self) -> Vec<Which> {
         if self.image.snapshot.is_some() || self.how.part.is_some() {
             return Vec::new();
         }
@@ -112,23 +151,27 @@ impl Served {
         }
         let opened = &chain.top().opened;
         let all = opened.snapshots.as_ref().and_then(|snapshots| snapshots.list().ok()).unwrap_or_default();
-        let mut names: Vec<String> = all.into_iter().map(|one| one.name).collect();
-        names.extend(opened.views.iter().flat_map(|views| views.names()).cloned());
+        let mut all: Vec<Which> = all.iter().map(Which::of).collect();
+        all.extend(opened.views.iter().flat_map(|views| views.snapshots()).map(Which::of));
         let mut seen = std::collections::BTreeSet::new();
         // One of two with a name cannot be meant, and a name that is too long is none of a context.
-        names.retain(|name| name.len() <= NAME_BYTES_MAX && seen.insert(name.clone()));
-        names
+        all.retain(|one| one.name.len() <= NAME_BYTES_MAX && seen.insert(one.name.clone()));
+        all
     }
 
     /// A snapshot, as a disk beside this one.
-    async fn snapshot_disk(&self, top: &Top<'_>, name: &str) -> Result<SharedDisk> {
+    async fn snapshot_disk(&self, top: &Top<'_>, which: &Which) -> Result<SharedDisk> {
         let opened = &top.member().opened;
-        if let Some(views) = &opened.views {
-            return views.view(name).await;
-        }
+        let name = &which.name;
         let gone = || Error::new(ErrorKind::NotFound, format!("{}: snapshot {name} is gone", self.shown()));
+        if let Some(views) = &opened.views {
+            let is_there = views.snapshots().iter().any(|one| which.is(one));
+            return if is_there { views.view(&which.id).await } else { Err(gone()) };
+        }
         let snapshots = opened.snapshots.as_ref().ok_or_else(gone)?;
-        snapshots.clone().open(snapshots.named(name)?.ok_or_else(gone)?)
+        let is_there = snapshots.list()?.iter().any(|one| which.is(one));
+        let id = is_there.then(|| which.id.parse().ok()).flatten().ok_or_else(gone)?;
+        snapshots.clone().open(id)
     }
 }
 
@@ -151,11 +194,17 @@ impl ServedMarks {
         Ok(Marked { runs, until: span.end() })
     }
 
-    async fn of_snapshot(&self, served: &Served, span: GuestSpan, most: usize) -> Result<Marked> {
+    async fn of_snapshot(
+        &self,
+        served: &Served,
+        (from, of): (&Which, Option<&Which>),
+        span: GuestSpan,
+        most: usize,
+    ) -> Result<Marked> {
         let top = served.top().await?;
-        let old = served.snapshot_disk(&top, &self.name).await?;
-        let new = match &self.of {
-            Some(name) => served.snapshot_disk(&top, name).await?,
+        let old = served.snapshot_disk(&top, from).await?;
+        let new = match of {
+            Some(own) => served.snapshot_disk(&top, own).await?,
             None => top.0.as_ref().expect("it was looked at").disk().clone(),
         };
         let mut runs: Vec<GuestSpan> = Vec::new();
@@ -194,7 +243,10 @@ impl ServedMarks {
 
 impl Marks for ServedMarks {
     fn kind(&self) -> MarksKind {
-        self.kind
+        match self.what {
+            What::Bitmap => MarksKind::Bitmap,
+            What::Diff { .. } => MarksKind::Diff,
+        }
     }
 
     fn name(&self) -> &str {
@@ -204,9 +256,9 @@ impl Marks for ServedMarks {
     fn marked(&self, span: GuestSpan, most: usize) -> LocalFuture<'_, Result<Marked>> {
         Box::pin(async move {
             let served = self.served.upgrade().ok_or_else(|| self.closed())?;
-            match self.kind {
-                MarksKind::Bitmap => self.of_bitmap(&served, span, most).await,
-                MarksKind::Diff => self.of_snapshot(&served, span, most).await,
+            match &self.what {
+                What::Bitmap => self.of_bitmap(&served, span, most).await,
+                What::Diff { from, of } => self.of_snapshot(&served, (from, of.as_ref()), span, most).await,
             }
         })
     }

@@ -5,9 +5,13 @@
 //! 2. Data is read through the storages of the disk. So a place that both have is one place of one storage, and sectors that only the
 //!    journal has are seen.
 //! 3. Snapshots change while the image is closed: nobody has a view then.
+//! 4. A view has the snapshot's whole first table in memory. So there is one at most for each snapshot, which those share that want it
+//!    at the same time.
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, Weak};
 
+use async_lock::Mutex;
 use vellum_core::{Context, Error, ErrorKind, LocalFuture, Result, SharedDisk};
 
 use super::header::Header;
@@ -15,12 +19,14 @@ use super::image::Qcow2;
 use super::layout::incompatible;
 use super::open::OpenOptions;
 use super::snapshot;
-use crate::image::{Files, Views};
+use crate::image::{Files, Snapshot, Views};
 
 /// An open image with snapshots.
 pub(super) struct Viewed {
     disk: Arc<Qcow2>,
-    names: Vec<String>,
+    all: Vec<Snapshot>,
+    /// By their ids.
+    open: Mutex<HashMap<String, Weak<Qcow2>>>,
 }
 
 impl Viewed {
@@ -30,25 +36,33 @@ impl Viewed {
             return None;
         }
         let all = snapshot::list(header, &*disk.metadata).await.ok()?;
-        Some(Self { disk: disk.clone(), names: all.into_iter().map(|one| one.name).collect() })
+        let all = all.into_iter().map(Snapshot::from).collect();
+        Some(Self { disk: disk.clone(), all, open: Mutex::default() })
     }
 }
 
 impl Views for Viewed {
-    fn names(&self) -> &[String] {
-        &self.names
+    fn snapshots(&self) -> &[Snapshot] {
+        &self.all
     }
 
-    fn view<'a>(&'a self, name: &'a str) -> LocalFuture<'a, Result<SharedDisk>> {
+    fn view<'a>(&'a self, id: &'a str) -> LocalFuture<'a, Result<SharedDisk>> {
         Box::pin(async move {
-            let context = || format!("can't read snapshot {name} of {}", self.disk.engine.name);
-            self.disk.view_of(name).await.context(context).map(|disk| disk as SharedDisk)
+            // While one opens it the others wait, and then share it.
+            let mut open = self.open.lock().await;
+            if let Some(view) = open.get(id).and_then(Weak::upgrade) {
+                return Ok(view as SharedDisk);
+            }
+            let context = || format!("can't read snapshot {id} of {}", self.disk.engine.name);
+            let view = self.disk.view_of(id).await.context(context)?;
+            open.insert(id.to_owned(), Arc::downgrade(&view));
+            Ok(view as SharedDisk)
         })
     }
 }
 
 impl Qcow2 {
-    async fn view_of(&self, name: &str) -> Result<Arc<Self>> {
+    async fn view_of(&self, id: &str) -> Result<Arc<Self>> {
         let mut header = self.header.read(Header::clone);
         if header.version() >= 3 {
             // What marks the image as being written concerns the disk alone.
@@ -56,8 +70,10 @@ impl Qcow2 {
             header.set_features(header.incompatible & !marks, header.autoclear);
         }
         let table = snapshot::read_table(&header, &*self.metadata).await?;
-        let found = table.named(name).map(|found| found.id.clone());
-        let id = found.ok_or_else(|| Error::new(ErrorKind::NotFound, "there is none"))?;
+        let is_there = table.snapshots.iter().any(|one| one.id == id);
+        let id = is_there
+            .then(|| id.to_owned())
+            .ok_or_else(|| Error::new(ErrorKind::NotFound, "there is none"))?;
         let files = Files {
             image: self.metadata.clone(),
             data_file: self.has_data_file.then(|| self.data.clone()),

@@ -242,6 +242,12 @@ fn snapshots_come_and_go_while_clients_are_connected() {
              \x20   assert False\n\
              except nbd.Error:\n\
              \x20   pass\n\
+             vellum('snapshot', 'create', '--control', '{socket}', 'one')\n\
+             try:\n\
+             \x20   ask(0, 2 << 20)\n\
+             \x20   assert False, 'another snapshot of that name'\n\
+             except nbd.Error:\n\
+             \x20   pass\n\
              assert h.pread(4096, 1 << 20) == b'x' * 4096\n",
             uri = served.server.uri(""),
             program = env!("CARGO_BIN_EXE_vellum"),

@@ -44,7 +44,7 @@ async fn head(image: &dyn Storage) -> Result<LuksHead> {
         return Ok(LuksHead { header: AnyHeader::Two(Box::new(header)), area, size });
     }
     let header = area.header(image).await?;
-    let size = BlockSize::SECTOR.round_down(image.len().saturating_sub(header.payload()));
+    let size = BlockSize::SECTOR.round_down(two::behind(image, header.payload())?);
     Ok(LuksHead { header: AnyHeader::One(Box::new(header)), area, size })
 }
 

@@ -56,13 +56,27 @@ pub(super) async fn header(storage: &dyn Storage) -> Result<Header2> {
     newest.context(context)
 }
 
+/// How much there is behind the place where the data begins.
+///
+/// # Errors
+/// `Corrupt` when the file ends before it.
+pub(super) fn behind(storage: &dyn Storage, at: u64) -> Result<u64> {
+    storage.len().checked_sub(at).ok_or_else(|| {
+        Error::corrupt(format!(
+            "{} is cut off: its data begins at {at}, and the file has {} bytes",
+            storage.name(),
+            storage.len()
+        ))
+    })
+}
+
 /// How long the disk is, in bytes.
 ///
 /// # Errors
-/// `Corrupt` when the file ends within it.
+/// `Corrupt` when the file ends within it, or before it.
 pub(super) fn size(header: &Header2, storage: &dyn Storage) -> Result<u64> {
     let segment = header.segment();
-    let there = storage.len().saturating_sub(segment.at);
+    let there = behind(storage, segment.at)?;
     match segment.len {
         None => Ok(there - there % segment.sector_bytes as u64),
         Some(len) if len <= there => Ok(len),

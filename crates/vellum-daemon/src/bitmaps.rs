@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use vellum_core::{Error, Result, SharedStorage};
+use vellum_core::{Error, ErrorKind, Result, SharedStorage};
 use vellum_format::FormatKind;
 use vellum_format::image::{Bitmap, BitmapChange, Bits, ClosedBitmaps, MergeSource};
 use vellum_layer::Chain;
@@ -52,6 +52,7 @@ pub async fn change(path: &Path, options: &ImageOptions, name: &str, changes: &[
 }
 
 /// A bitmap of a disk, to be added to a copy of it.
+#[derive(Debug, Clone)]
 pub struct BitmapCopy {
     bitmap: Bitmap,
     bits: Arc<Bits>,
@@ -76,17 +77,36 @@ pub async fn copies_of(chain: &Chain, skips_broken: bool) -> Result<Vec<BitmapCo
     Ok(copies)
 }
 
-/// Adds them to a copy of the disk that is durable, with the flags that they have. Each of them is added whole or not.
+/// Checks that none of them has a name which an image that gets them has given to another.
+///
+/// # Errors
+/// `Invalid` for such a name, and those of [`list`].
+pub(crate) async fn may_add_copies(path: &Path, format: FormatKind, copies: &[BitmapCopy]) -> Result<()> {
+    let there = list(path, Some(format)).await?;
+    let names = copies.iter().map(|copy| &copy.bitmap.name);
+    match names.into_iter().find(|name| there.iter().any(|one| one.name == **name)) {
+        None => Ok(()),
+        Some(name) => Err(Error::new(
+            ErrorKind::Invalid,
+            format!(
+                "{} has a bitmap {name} already: remove it (`vellum bitmap --remove`), or copy without --bitmaps",
+                path.display()
+            ),
+        )),
+    }
+}
+
+/// Adds them to a copy of the disk, with the flags that they have. Each of them is added whole or not.
 ///
 /// # Errors
 /// As [`change`].
-pub async fn add_copies(path: &Path, format: FormatKind, copies: Vec<BitmapCopy>) -> Result<()> {
+pub(crate) async fn add_copies(path: &Path, format: FormatKind, copies: &[BitmapCopy]) -> Result<()> {
     let options = ImageOptions { format: Some(format), ..ImageOptions::default() };
     for BitmapCopy { bitmap, bits } in copies {
         let (storage, kind) = open_file(path, &options).await?;
         let mut changes = vec![
             BitmapChange::Add { granularity: Some(bitmap.granularity) },
-            BitmapChange::Merge(MergeSource::Other(bits)),
+            BitmapChange::Merge(MergeSource::Other(bits.clone())),
         ];
         if !bitmap.is_auto {
             changes.push(BitmapChange::Disable);

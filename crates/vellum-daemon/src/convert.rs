@@ -18,12 +18,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use vellum_core::{BlockSize, Error, ErrorKind, GuestSpan, Result, SharedDisk};
+use vellum_core::{BlockSize, Context, Error, ErrorKind, GuestSpan, Result, SharedDisk};
 use vellum_format::luks::Secrets;
 use vellum_format::{FormatKind, native, qcow2};
 use vellum_io::Draft;
 use vellum_layer::{Chain, Encrypted, Gate};
 
+use crate::bitmaps::{BitmapCopy, add_copies, may_add_copies};
 use crate::copy::{CopyCompression, CopyOptions, copy};
 use crate::create::{CreateTarget, create_native, create_qcow2, new_raw, no_new_luks};
 use crate::image::{ImageOptions, open_image};
@@ -76,6 +77,8 @@ pub struct Conversion {
     pub compression: Option<ConvertCompression>,
     /// The backing image of a new one, by its name there, and its format: only what reads differently is copied.
     pub backing: Option<(String, FormatKind)>,
+    /// Bitmaps that the copy gets, before it has its name.
+    pub bitmaps: Vec<BitmapCopy>,
 }
 
 /// How the data of a new image is compressed.
@@ -176,20 +179,34 @@ async fn convert_and(
     stop: &mut Stop,
     progress: &dyn Fn(Step),
 ) -> Result<()> {
+    let bitmaps = &conversion.bitmaps[..];
+    if conversion.fills_existing && !bitmaps.is_empty() {
+        may_add_copies(&conversion.target, conversion.format, bitmaps).await?;
+    }
     let draft = if conversion.fills_existing { None } else { Draft::begin(&conversion.target).await? };
     let copying = Copying { how: conversion, draft: draft.as_ref(), has_begun: Cell::new(false), progress };
     let data_file = DataFile::of(&copying)?;
     let copied = copying.make_and_fill(source, new_size, stop).await;
-    let copied = copied.and(close().await);
+    let mut copied = copied.and(close().await);
+    if copied.is_ok() && !bitmaps.is_empty() {
+        let path = draft.as_ref().map_or(&*conversion.target, Draft::path);
+        let added = add_copies(path, conversion.format, bitmaps).await;
+        copied = added.context(|| "can't add the bitmaps to the copy");
+    }
     let has_begun = copying.has_begun.get();
     let done = match (copied, draft) {
         (Ok(()), Some(draft)) => {
             let replaces = draft.replaces();
+            let made = std::fs::metadata(draft.path()).ok().map(|facts| (facts.dev(), facts.ino()));
             let published = match conversion.never_flushed {
                 true => draft.publish_at_once().await,
                 false => draft.publish().await, // commit point
             };
-            published.map_err(|error| error.context(removed(conversion, replaces)))
+            published.map_err(|error| {
+                let there = std::fs::metadata(&conversion.target);
+                let has_name = there.is_ok_and(|facts| Some((facts.dev(), facts.ino())) == made);
+                error.context(if has_name { named(conversion) } else { removed(conversion, replaces) })
+            })
         }
         (Ok(()), None) => Ok(()),
         (Err(error), Some(draft)) => {
@@ -379,6 +396,14 @@ fn give_up_draft(how: &Conversion, draft: Draft, why: ErrorKind) -> String {
         left += "; there must be room for both until the copy is complete, or delete the old one first";
     }
     left
+}
+
+/// The copy has its name, and the error came afterwards.
+fn named(how: &Conversion) -> String {
+    let target = how.target.display();
+    format!(
+        "{target} is the whole copy, but its name is not durable: after a crash of the machine it may not be there"
+    )
 }
 
 fn removed(how: &Conversion, replaces: bool) -> String {

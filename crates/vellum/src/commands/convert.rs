@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use serde_json::json;
 use vellum_core::{Error, ErrorKind, Result};
-use vellum_daemon::bitmaps::{add_copies, copies_of};
+use vellum_daemon::bitmaps::copies_of;
 use vellum_daemon::convert::{self, Conversion, ConvertCompression, Step, same_file};
 use vellum_daemon::signals::Stop;
 use vellum_daemon::{Encrypted, FormatKind, ImageOptions, IoMode, open_image, run as run_worker};
@@ -277,6 +277,7 @@ async fn convert(args: &Args, [source_is, target_is]: [Option<Encrypted>; 2]) ->
         salvages: args.salvage,
         compression: args.compress.then_some(ConvertCompression { level: args.level }),
         backing: args.backing.clone().zip(args.backing_format),
+        bitmaps,
     };
     let (is_encrypted, is_plain) = (source.is_any_encrypted(), Cell::new(false));
     let bar = OnceCell::new();
@@ -302,7 +303,6 @@ async fn convert(args: &Args, [source_is, target_is]: [Option<Encrypted>; 2]) ->
         ErrorKind::Closed => interrupted(error),
         _ => error.into(),
     })?;
-    add_copies(&args.target, FormatKind::Qcow2, bitmaps).await?;
     if is_encrypted && is_plain.get() && !args.quiet {
         complain(&format!(
             "vellum convert: warning: {} is encrypted and {} is not: its data can be read there without a secret (`-O qcow2 \

@@ -173,6 +173,7 @@ async fn copy(args: &Args, operands: &Operands) -> Result<(), Failure> {
         salvages: false,
         compression: None,
         backing: None,
+        bitmaps: Vec::new(),
     };
     let bar = OnceCell::new();
     let wish = Wish { is_wanted: args.progress, quiet: false, output: OutputFormat::Human };

@@ -53,6 +53,7 @@ mod flatten;
 mod foreign;
 mod locks;
 mod making;
+mod meant;
 mod named;
 mod notify;
 mod output;

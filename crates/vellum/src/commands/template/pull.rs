@@ -109,6 +109,7 @@ async fn fetch(args: &Args) -> Result<Pulled, Failure> {
         salvages: false,
         compression: None,
         backing: None,
+        bitmaps: Vec::new(),
     };
     let mut stop = Stop::new()?;
     let bar = OnceCell::new();

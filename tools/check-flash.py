@@ -25,7 +25,7 @@ PAIRS_MAX = 2048
 WORDS_MAX = 512
 REGION = 1 << 14
 WORD = 64 * REGION
-FEATURES = 7
+FEATURES = 15
 BLOCKS = 1 << 48
 MASK64 = (1 << 64) - 1
 
@@ -244,6 +244,7 @@ class Cache:
             ">IQ16sQIIQQ", data, 12)
         if version != 1 or features & ~FEATURES:
             raise Refused(f"version {version}, features {features:#x}")
+        self.features = features
         good = (self.slots and self.parts == -(-self.slots // PART_SLOTS) and place == PLACE
                 and self.ring_len % BLOCK == 0 and 128 << 10 <= self.ring_len <= 64 << 20)
         if not good:
@@ -317,18 +318,28 @@ class Cache:
                 raise Wrong(f"record {sequence} is missing: {self.tail} to {self.newest} are needed")
 
     def slice(self, number):
-        found = []
+        found, claims = [], []
         for place in range(2):
             data = self.read(self.slices_at + (2 * number + place) * PLACE, PLACE)
             magic, _, its, id_, as_of, length, zero = struct.unpack_from(">8sII16sQI20s", data)
+            claims.append("unwritten" if not any(data[:64]) else "foreign")
             if magic == b"VELLUMF2" and its == number and id_ == self.id and length <= PAYLOAD_MAX and not any(zero):
+                claims[-1] = as_of
                 if has_good_crc(data[:64 + length], 8):
-                    found.append((as_of, data[64:64 + length]))
+                    found.append((as_of, place, data[64:64 + length]))
         if not found:
             raise Wrong(f"slice {number} has no good place")
-        as_of, payload = max(found, key=lambda one: one[0])
+        as_of, place, payload = max(found, key=lambda one: one[0])
         if as_of > self.newest:
             raise Wrong(f"slice {number} is of record {as_of}, the newest is {self.newest}")
+        other, voids = claims[1 - place], self.features & 8
+        if isinstance(other, int):
+            was_durable = other > self.newest or self.newest - other >= 2 if voids else other < self.tail
+            is_damaged = other > as_of and was_durable
+        else:
+            is_damaged = voids and (other == "foreign" or as_of > 0)
+        if is_damaged:
+            raise Wrong(f"place {1 - place} of slice {number} is damaged")
         return as_of, payload
 
     def read_slices(self):

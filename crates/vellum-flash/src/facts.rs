@@ -269,7 +269,7 @@ impl FlashCache {
         debug_assert!(is_void, "a record has room for all words");
         let cache = Self::with(storage, id, state, options, limits)?;
         cache.write_short().await?;
-        cache.add_features(Superblock::NEIGHBOURS).await?;
+        cache.add_features(Superblock::NEIGHBOURS | Superblock::VOIDED).await?;
         cache.forget_lost_rows().await?;
         Ok(cache)
     }

@@ -294,8 +294,10 @@ impl Superblock {
     pub(crate) const REGIONS: u64 = 1;
     /// Records may have items about several neighbouring blocks.
     pub(crate) const NEIGHBOURS: u64 = 4;
+    /// Places of slices that a crash has cut off are made void when the cache is opened.
+    pub(crate) const VOIDED: u64 = 8;
     /// All that this program knows.
-    pub(crate) const KNOWN: u64 = Self::REGIONS | Self::NEIGHBOURS;
+    pub(crate) const KNOWN: u64 = Self::REGIONS | Self::NEIGHBOURS | Self::VOIDED;
 
     /// The bytes of one copy.
     pub(crate) fn encode(&self) -> Vec<u8> {

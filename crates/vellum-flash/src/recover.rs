@@ -7,8 +7,8 @@
 //!                                                        slots
 //! ```
 //!
-//! 1. It writes only to make a record void that was never acknowledged, and the copy of a superblock that a change of
-//!    size left behind. So it may be cut off anywhere.
+//! 1. It writes only to make void what was never acknowledged, a record and places of slices (`places`), and the copy of a
+//!    superblock that a change of size left behind. So it may be cut off anywhere.
 //! 2. It reads no more than the map and the ring, and the slots of one or two records. In memory it has what is kept of the map
 //!    (`fit`), the live part of the ring (`changes`), and some slices. A group of which nothing newer is known goes from its slice
 //!    into the map as it is.
@@ -18,6 +18,7 @@
 mod ahead;
 mod changes;
 mod fit;
+mod places;
 mod rules;
 mod sieve;
 
@@ -27,9 +28,8 @@ use futures_lite::future::yield_now;
 use smallvec::SmallVec;
 use vellum_core::{Buffer, Context, Error, LocalFuture, Result, SharedStorage, Zeroes, try_join_all};
 
-use crate::bytes::{be32, be64};
 use crate::layout::{
-    BLOCK_BYTES, BLOCK_LEN, Key, Layout, PAYLOAD_MAX, PLACE_BYTES, SECTOR_BYTES, SLICE_HEADER_LEN, Superblock,
+    BLOCK_BYTES, BLOCK_LEN, Key, Layout, PAYLOAD_MAX, SECTOR_BYTES, SLICE_HEADER_LEN, Superblock,
 };
 use crate::map::{Entry, Head, Map, heads_of};
 use crate::opened::Opened;
@@ -43,15 +43,13 @@ use crate::zeros::Run;
 use ahead::Ahead;
 use changes::{Changes, Fate, Newer};
 use fit::Fit;
+use places::{Ages, Claim, Other, judge};
 use rules::Rules;
 
 /// At most this many reads are in flight at once.
 const READS_AT_ONCE: usize = 32;
 /// This many slices are read ahead, or wait in memory.
 const SLICES_AHEAD: usize = 32;
-/// Where a slice has these fields.
-const AS_OF_AT: usize = 32;
-const LENGTH_AT: usize = 40;
 /// The ring is read in pieces of this size, some of them ahead.
 const PIECE_BYTES: u64 = 1 << 20;
 const PIECES_AHEAD: usize = 4;
@@ -114,6 +112,8 @@ pub(crate) struct Image {
     pub(crate) slices: Slices,
     /// A record that was never acknowledged, which a recovery makes void.
     pub(crate) void: Option<u64>,
+    /// Places that were cut off, which a recovery makes void: of which slice, which one, and how old the other is.
+    torn: Vec<(u32, u32, u64)>,
     /// Slices that name blocks which are not in the map.
     short: BTreeSet<u32>,
     opened: Opened,
@@ -182,28 +182,40 @@ struct Counting {
     as_of: u64,
     bytes: Vec<u8>,
     payload_len: usize,
+    /// The other place is to be made void.
+    is_other_torn: bool,
 }
 
 impl Counting {
+    fn torn(&self) -> Option<(u32, u32, u64)> {
+        self.is_other_torn.then_some((self.number, 1 - self.place, self.as_of))
+    }
+
     fn payload(&self) -> &[u8] {
         &self.bytes[SLICE_HEADER_LEN..][..self.payload_len]
     }
 }
 
 /// The slice that counts. Of both places a header is read, and of one the rest: no more than the slice has, in units of the storage.
-async fn slice(storage: &SharedStorage, superblock: &Superblock, number: u32) -> Result<Counting> {
+async fn slice(
+    storage: &SharedStorage,
+    superblock: &Superblock,
+    number: u32,
+    ages: Ages,
+) -> Result<Counting> {
     let at = [0, 1].map(|place| superblock.layout.slice_at(number, place));
     let unit = storage.limits().block_size.bytes().clamp(SECTOR_BYTES, BLOCK_BYTES);
     let unit_len = usize::try_from(unit).expect("at most 4 KiB");
     let heads = at.iter().map(|at| storage.read(*at, Buffer::for_overwrite(unit_len)));
     let heads = try_join_all(heads).await?;
+    let mut claims = [Claim::Unwritten; 2];
     let mut found: SmallVec<[(u64, u32, usize); 2]> = SmallVec::new();
     for (place, head) in (0..).zip(&heads) {
         let mut bytes = [0; SLICE_HEADER_LEN];
         head.copy_to(0, &mut bytes);
         // What it claims, which is checked when all of it has been read.
-        let (as_of, len) = (be64(&bytes, AS_OF_AT), SLICE_HEADER_LEN + be32(&bytes, LENGTH_AT) as usize);
-        if len as u64 <= PLACE_BYTES {
+        claims[place as usize] = Claim::of(&bytes, superblock.id, number);
+        if let Claim::Copy { as_of, len } = claims[place as usize] {
             found.push((as_of, place, len));
         }
     }
@@ -219,7 +231,13 @@ async fn slice(storage: &SharedStorage, superblock: &Superblock, number: u32) ->
             rest.pieces().for_each(|piece| bytes.extend_from_slice(piece));
         }
         if let Some((as_of, payload_len)) = Slice::look(&bytes, superblock.id, number) {
-            return Ok(Counting { number, place, as_of, bytes, payload_len });
+            let other = judge(as_of, claims[1 - place as usize], ages);
+            if other == Other::Damaged {
+                let why = format!("place {} of slice {number} of the map is damaged", 1 - place);
+                return Err(refused(storage, &why));
+            }
+            let is_other_torn = other == Other::ToVoid;
+            return Ok(Counting { number, place, as_of, bytes, payload_len, is_other_torn });
         }
     }
     Err(refused(storage, &format!("slice {number} of the map is damaged in both places")))
@@ -247,12 +265,16 @@ async fn look_within(storage: &SharedStorage, limits: Option<Limits>) -> Result<
     let budget = budget.context(|| storage.name().to_owned())?;
     let (records, void) = live_records(storage, &superblock).await?;
     let ledger = Ledger::default();
-    let (short, opened) = (BTreeSet::new(), Opened::default());
-    let mut image = Image { superblock, records, ledger, map, slots, slices, void, short, opened };
+    let (short, opened, torn) = (BTreeSet::new(), Opened::default(), Vec::new());
+    let mut image = Image { superblock, records, ledger, map, slots, slices, void, torn, short, opened };
     let newest = image.records.last_key_value().map_or(0, |(sequence, _)| *sequence);
-    let slice = slice(storage, &superblock, 0).await?;
+    // The first record that is here is the tail of the newest.
+    let tail = image.records.keys().next().copied().unwrap_or(1);
+    let ages = Ages::of(&superblock, newest, tail);
+    let slice = slice(storage, &superblock, 0, ages).await?;
+    image.torn.extend(slice.torn());
     let changes = take_ledger(storage, &mut image, &slice, newest)?;
-    let fit = take_parts(storage, &mut image, (&changes, Fit::new(budget)), newest).await?;
+    let fit = take_parts(storage, &mut image, (&changes, Fit::new(budget)), ages).await?;
     (image.short, image.opened) = fit.end();
     // What a cache keeps whatever is in it.
     image.opened.bytes_max +=
@@ -366,16 +388,16 @@ async fn take_parts(
     storage: &SharedStorage,
     image: &mut Image,
     (changes, fit): (&Changes, Fit),
-    newest: u64,
+    ages: Ages,
 ) -> Result<Fit> {
     let superblock = image.superblock;
-    let read = |number: u32| -> LocalFuture<'_, _> { Box::pin(slice(storage, &superblock, number)) };
+    let read = |number: u32| -> LocalFuture<'_, _> { Box::pin(slice(storage, &superblock, number, ages)) };
     let mut numbers = 1..superblock.layout.slices();
     let mut reads = Ahead::new();
     let records: Vec<&[u8]> = image.records.values().map(|found| &found.bytes[..]).collect();
     let records_bytes: u64 = records.iter().map(|bytes| bytes.len() as u64).sum();
     let rules = Rules::of(storage, &image.ledger);
-    let (map, slots, slices) = (&mut image.map, &mut image.slots, &mut image.slices);
+    let (map, slots, slices, torn) = (&mut image.map, &mut image.slots, &mut image.slices, &mut image.torn);
     let mut parts = Parts {
         storage,
         layout: superblock.layout,
@@ -398,8 +420,9 @@ async fn take_parts(
         // The first that is wrong is named, whatever the order in which they come.
         let Some(slice) = reads.next().await else { break };
         taken = slice.and_then(|slice| {
-            check_age(storage, &slice, newest)?;
+            check_age(storage, &slice, ages.newest)?;
             slices.set_place(slice.number, slice.place);
+            torn.extend(slice.torn());
             longest = longest.max(slice.bytes.capacity());
             let waiting = (reads.len() + 1) * longest;
             let more = records_bytes + changes.memory_bytes() + waiting as u64;
@@ -483,7 +506,25 @@ pub(crate) async fn recover(storage: &SharedStorage, limits: Limits) -> Result<S
         storage.write_zeroes(first, Zeroes::Allocated).await.context(|| "can't make a record void")?;
         storage.flush().await?; // commit point
     }
+    if !image.torn.is_empty() {
+        void_places(storage, &image).await.context(|| "can't make a place of the map void")?;
+        storage.flush().await?; // commit point
+    }
     Ok(start_of(image))
+}
+
+/// The places that were cut off: only now is it certain that they were.
+async fn void_places(storage: &SharedStorage, image: &Image) -> Result<()> {
+    let Superblock { id, layout, .. } = image.superblock;
+    for some in image.torn.chunks(READS_AT_ONCE) {
+        let writes = some.iter().map(|(number, place, other_as_of)| {
+            let mut head = vec![0; BLOCK_LEN];
+            head[..SLICE_HEADER_LEN].copy_from_slice(&Slice::void(*number, id, *other_as_of));
+            storage.write(layout.slice_at(*number, *place), Buffer::copy_of(&head))
+        });
+        try_join_all(writes).await?;
+    }
+    Ok(())
 }
 
 /// A cache whose id is zero.

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! 1. Of the two places of a slice the good one with the higher `as_of` counts. The other is written next, so a
-//!    torn write harms nothing.
+//!    torn write harms nothing. When one that is not good may be passed over, `recover` says.
 //! 2. A payload is bounded by what fits a place, and trusted for nothing: a part's is read by `map`, the ledger's
 //!    here.
 //!
@@ -65,18 +65,36 @@ impl Slice {
         bytes
     }
 
-    /// Slice `number` of this cache, in the place that begins with these bytes: the last record that it has, and the length of its
-    /// payload, which is behind the header. `None` when it is not there, or not whole.
-    pub(crate) fn look(bytes: &[u8], id: u128, number: u32) -> Option<(u64, usize)> {
-        let head = bytes.get(..SLICE_HEADER_LEN)?;
+    /// What a header says, of slice `number` of this cache: the last record that it has, and the length of its payload. `None` when
+    /// it is no header. Nothing says yet that the slice is whole.
+    pub(crate) fn claim(head: &[u8; SLICE_HEADER_LEN], id: u128, number: u32) -> Option<(u64, usize)> {
         let len = be32(head, at::LENGTH) as usize;
         let is_ours = be64(head, at::MAGIC) == MAGIC
             && be128(head, at::ID) == id
             && be32(head, at::NUMBER) == number
             && len <= PAYLOAD_MAX
             && head[at::ZERO..].iter().all(|byte| *byte == 0);
-        let whole = bytes.get(..SLICE_HEADER_LEN + len).filter(|_| is_ours)?;
-        has_good_crc(whole, at::CRC).then(|| (be64(head, at::AS_OF), len))
+        is_ours.then(|| (be64(head, at::AS_OF), len))
+    }
+
+    /// Slice `number` of this cache, in the place that begins with these bytes: the last record that it has, and the length of its
+    /// payload, which is behind the header. `None` when it is not there, or not whole.
+    pub(crate) fn look(bytes: &[u8], id: u128, number: u32) -> Option<(u64, usize)> {
+        let (as_of, len) = Self::claim(bytes.first_chunk()?, id, number)?;
+        let whole = bytes.get(..SLICE_HEADER_LEN + len)?;
+        has_good_crc(whole, at::CRC).then_some((as_of, len))
+    }
+
+    /// A place that was cut off, made void: a slice as of no record, with nothing. Where the other place is as of no record itself,
+    /// zeros, as in a new cache.
+    pub(crate) fn void(number: u32, id: u128, other_as_of: u64) -> [u8; SLICE_HEADER_LEN] {
+        match other_as_of {
+            0 => [0; SLICE_HEADER_LEN],
+            _ => {
+                let bytes = Self { number, as_of: 0, payload: Vec::new() }.encode(id);
+                *bytes.first_chunk().expect("a slice has a header")
+            }
+        }
     }
 
     /// The same, with a copy of the payload.

@@ -21,7 +21,8 @@ const KINDS: [(&str, &str, bool, usize); 8] = [
     ("qcow2", "journal=on,extended_l2=on", true, 64 << 10),
     ("qcow2", "journal=on,encrypt.format=luks,encrypt.key-secret=key,encrypt.iter-time=10", false, 64 << 10),
     ("vellum", "layout=table,unit_size=256k", false, 256 << 10),
-    ("vellum", "layout=zoned", true, 64 << 10),
+    // What holds its own entry is told in another place when that entry is recorded, whoever writes.
+    ("vellum", "layout=zoned", true, SIZE),
     (
         "vellum",
         "layout=zoned,encrypt.format=luks,encrypt.key-secret=key,encrypt.iter-time=10",

@@ -56,14 +56,17 @@ fn marked_by_qemu(dir: &Dir, image: &str, bitmap: &str, granularity: usize) -> B
         .stdin(Stdio::null())
         .spawn()
         .expect("qemu-nbd");
+    let map = format!("--map=qemu:dirty-bitmap:{bitmap}");
+    let ask = || run("nbdinfo", &[&map, "--json", &format!("nbd+unix:///?socket={socket}")]);
+    let mut answer = ask();
     for _ in 0..500 {
-        if std::path::Path::new(&socket).exists() {
+        // The socket is there a moment before anybody listens.
+        if !answer.err.contains("nbd_connect_uri: connect:") {
             break;
         }
         std::thread::sleep(std::time::Duration::from_millis(10));
+        answer = ask();
     }
-    let map = format!("--map=qemu:dirty-bitmap:{bitmap}");
-    let answer = run("nbdinfo", &[&map, "--json", &format!("nbd+unix:///?socket={socket}")]);
     server.kill().expect("it runs");
     server.wait().expect("it ends");
     let _ = std::fs::remove_file(&socket);

@@ -32,6 +32,9 @@ use crate::salvage::Salvaged;
 use crate::signals::Stop;
 use crate::window::Window;
 
+/// The file of a new image grows by this much at a time, or by as much as the disk has: all writes wait meanwhile.
+const GROWTH_BYTES: u64 = 1 << 30;
+
 /// What a disk is converted into, and how.
 #[derive(Debug, Clone)]
 pub struct Conversion {
@@ -59,7 +62,7 @@ pub struct Conversion {
     pub remote_timeout: Option<Duration>,
     /// Past the page cache.
     pub direct: bool,
-    /// A raw target is written past the page cache where its file system can do that.
+    /// A raw or qcow2 target is written past the page cache where its file system can do that.
     pub writes_direct: bool,
     /// Nothing is flushed: a crash of the machine after the end may leave a part of the copy under the target's name.
     pub never_flushed: bool,
@@ -242,13 +245,13 @@ impl Copying<'_> {
 
     /// Whether the target is written past the page cache, where that can be done.
     fn writes_direct(&self) -> bool {
-        self.how.writes_direct && self.how.format == FormatKind::Raw
+        self.how.writes_direct && self.lays_out_at_once()
     }
 
-    /// Whether several pieces are written at once. Other formats lay out what is written while they write it, and are to do that
-    /// in the order of the disk: one piece after the other, which the page cache takes sooner than a device.
-    fn overlaps(&self) -> bool {
-        self.how.format == FormatKind::Raw && (self.how.direct || self.how.writes_direct)
+    /// Whether a write has its place as soon as it has begun, so that pieces that begin in the order of the disk lie in that order:
+    /// at once, or once the file has grown, which is seldom ([`GROWTH_BYTES`]).
+    fn lays_out_at_once(&self) -> bool {
+        matches!(self.how.format, FormatKind::Raw | FormatKind::Qcow2)
     }
 
     /// Whether what is written is not to be flushed by those who write it: a draft all of which is one file is flushed before it
@@ -317,6 +320,7 @@ impl Copying<'_> {
             remote_timeout: how.remote_timeout,
             secrets: how.secrets.clone(),
             must_be_encrypted: how.must_be_encrypted,
+            growth_bytes: if how.fills_existing { 0 } else { size.min(GROWTH_BYTES) },
             data_files: how.data_files.iter().cloned().chain(self.new_data_file()?).collect(),
             ..ImageOptions::default()
         };
@@ -347,7 +351,8 @@ impl Copying<'_> {
             target_is_zero: is_fresh && how.backing.is_none() || how.target_is_zero,
             skips_same: how.backing.is_some(),
             out_of_order: how.out_of_order,
-            overlaps: self.overlaps(),
+            overlaps: self.lays_out_at_once(),
+            looks_up: how.format == FormatKind::Qcow2,
             compression,
             rate: how.rate,
             stop: &stop.flag,

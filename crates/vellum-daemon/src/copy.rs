@@ -67,9 +67,12 @@ pub struct CopyOptions<'a> {
     pub skips_same: bool,
     /// Pieces may be written in any order.
     pub out_of_order: bool,
-    /// Pieces that are written in order need not end in order. It is faster where a write waits for a device, and slower where the
-    /// page cache takes it: there the kernel takes one at a time, and those that wait cost time.
+    /// Pieces that are written in order need not end in order. A device has always something to do then, and so has the kernel's
+    /// thread that copies to the page cache.
     pub overlaps: bool,
+    /// What says where a piece belongs is looked up before its write begins. A target that gives a write its place in the image is
+    /// not to read its tables between that and the next write.
+    pub looks_up: bool,
     /// Data is compressed by this, which is the target's own.
     pub compression: Option<CopyCompression<'a>>,
     /// Write at most this many bytes a second, zeros not counted.
@@ -143,24 +146,27 @@ async fn copy_piece(
 ) -> Result<Option<GuestOffset>> {
     let span = piece.span;
     let turn = async || {
-        if let Some(place) = &place {
-            place.comes().await;
+        let Some(place) = &place else { return Ok(()) };
+        place.comes().await;
+        match options.looks_up {
+            true => target.map(span).await.map(drop),
+            false => Ok(()),
         }
     };
     if options.skips_same {
         // Whole blocks of the target, so that none of them is filled from below.
         let unit = target.geometry().preferred_size;
         let runs = or(differences(source, target, piece, unit), stopped(options.stop)).await?;
-        turn().await;
+        turn().await?;
         return begun_in_turn(place, write_runs(target, runs, options.runs_at_once())).await.map(|()| None);
     }
     if piece.is_zero && options.sparse_bytes == 0 {
-        turn().await;
+        turn().await?;
         return write_zeros_as_data(target, span, options.stop).await;
     }
     if piece.is_zero {
         if !options.target_is_zero {
-            turn().await;
+            turn().await?;
             let flags = ZeroFlags { may_unmap: true, ..ZeroFlags::default() };
             target
                 .write_zeroes(span, flags)
@@ -172,7 +178,7 @@ async fn copy_piece(
     let data = or(read_piece(source, span), stopped(options.stop)).await?;
     let mut runs = cut_zeros(span, data, options.sparse_bytes);
     runs.retain(|(_, data)| data.is_some() || !options.target_is_zero);
-    turn().await;
+    turn().await?;
     begun_in_turn(place, write_runs(target, runs, options.runs_at_once())).await.map(|()| None)
 }
 

@@ -100,6 +100,7 @@ async fn flatten_open(
         target_is_zero: true,
         skips_same: false,
         overlaps: false,
+        looks_up: false,
         out_of_order: false,
         compression: None,
         rate: None,

@@ -76,6 +76,8 @@ pub struct ImageOptions {
     pub flash: Option<FlashChoice>,
     /// A fast medium that may have copies of units of images that name it.
     pub fast: Option<Arc<FastMedium>>,
+    /// Much will be written: the file grows by this many bytes at a time at least.
+    pub growth_bytes: u64,
     /// Becomes true when a remote image is asked for.
     pub asks_remote: Arc<AtomicBool>,
 }
@@ -154,6 +156,7 @@ pub async fn open_over(
         may_be_weak: options.may_be_weak,
         flash: options.flash.clone(),
         fast: options.fast.clone(),
+        growth_bytes: options.growth_bytes,
     };
     let opened = Chain::open(&options.host().await?, path, &chain).await?;
     if !options.read_only && options.snapshot.is_none() {

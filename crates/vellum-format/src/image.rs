@@ -87,6 +87,9 @@ pub struct OpenOptions {
     pub fast: Option<Arc<FastMedium>>,
     /// From where tables are read, where a cache keeps them; from the image, when not given.
     pub tables: Option<CachedTables>,
+    /// A file grows by this many bytes at a time at least, by a hole, because much will be written soon. What is left over is
+    /// cut off when the image is closed.
+    pub growth_bytes: u64,
 }
 
 /// The tables of an image, where a cache keeps them.
@@ -117,6 +120,7 @@ impl Default for OpenOptions {
             fills: None,
             fast: None,
             tables: None,
+            growth_bytes: 0,
         }
     }
 }

@@ -201,6 +201,8 @@ pub struct ChainOptions {
     pub flash: Option<FlashChoice>,
     /// A fast medium that may have copies of units of images that name it.
     pub fast: Option<Arc<FastMedium>>,
+    /// The file of the top image grows by this many bytes at a time at least.
+    pub growth_bytes: u64,
 }
 
 impl Default for ChainOptions {
@@ -227,6 +229,7 @@ impl Default for ChainOptions {
             may_be_weak: false,
             flash: None,
             fast: None,
+            growth_bytes: 0,
         }
     }
 }
@@ -661,6 +664,7 @@ async fn open_disk(
         fills,
         tables: tables.map(|tables| tables.put_into(&mut files)),
         fast: options.fast.clone(),
+        growth_bytes: options.growth_bytes,
     };
     head.open_in_parts(files, parts.iter().map(|(_, file)| file.clone()).collect(), open).await
 }

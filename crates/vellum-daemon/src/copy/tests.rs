@@ -27,6 +27,7 @@ fn options(stop: &AtomicBool) -> CopyOptions<'_> {
         skips_same: false,
         out_of_order: false,
         overlaps: true,
+        looks_up: false,
         compression: None,
         rate: None,
         stop,

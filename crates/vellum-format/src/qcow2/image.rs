@@ -54,7 +54,7 @@ use crate::state::lock;
 /// When this many pages of refcounts are dirty, the next writer commits.
 const REFCOUNT_PAGES_DIRTY_MAX: usize = 512;
 
-/// The file grows by an eighth of its size at a time, within these bounds. The excess is cut off when the
+/// The file grows by an eighth of its size at a time, within these bounds, or by more if the caller says so. The excess is cut off when the
 /// image is closed. Allocations on all workers wait meanwhile. The file grows by a hole.
 const GROWTH_BYTES: std::ops::RangeInclusive<u64> = 1 << 20..=64 << 20;
 
@@ -98,6 +98,8 @@ pub struct Qcow2 {
     pub(crate) prepare: Prepare,
     pub(crate) decompressor: Decompressor,
     pub(crate) growing: async_lock::Mutex<()>,
+    /// It grows by this much at a time at least.
+    pub(crate) growth_bytes: u64,
     pub(crate) contradiction: Contradiction,
     /// Bitmaps that are kept up.
     pub(crate) tracking: Tracking,
@@ -559,7 +561,7 @@ impl Qcow2 {
         }
         // No write goes past the end meanwhile: the clusters there have not been handed out yet.
         let least = self.cluster.round_up(end.max(self.metadata.len()));
-        let step = (least / 8).clamp(*GROWTH_BYTES.start(), *GROWTH_BYTES.end());
+        let step = (least / 8).clamp(*GROWTH_BYTES.start(), *GROWTH_BYTES.end()).max(self.growth_bytes);
         let mut len = self.cluster.max(BlockSize::from_shift(20)).round_up(least + step);
         let mut grown = self.metadata.set_len(len).await;
         if grown.is_err() {

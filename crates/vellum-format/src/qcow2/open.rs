@@ -74,6 +74,8 @@ pub struct OpenOptions {
     pub fills: Option<SharedDisk>,
     /// From where tables are read, where a cache keeps them; from the image, when not given.
     pub tables: Option<CachedTables>,
+    /// The file grows by this many bytes at a time at least.
+    pub growth_bytes: u64,
 }
 
 impl Default for OpenOptions {
@@ -91,6 +93,7 @@ impl Default for OpenOptions {
             flash: None,
             fills: None,
             tables: None,
+            growth_bytes: 0,
         }
     }
 }
@@ -184,6 +187,7 @@ impl Qcow2 {
             prepare: Prepare::new(prealloc, ahead),
             decompressor,
             growing: Default::default(),
+            growth_bytes: options.growth_bytes,
             contradiction: Default::default(),
             tracking,
             flash: options.flash,

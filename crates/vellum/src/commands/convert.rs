@@ -99,8 +99,8 @@ pub(crate) struct Args {
     direct: bool,
     /// How the target is written, in the words of QEMU: writeback, writethrough, none, directsync or unsafe
     ///
-    /// Without it a raw target bypasses the page cache, where its file system can do that. writeback and writethrough keep what is
-    /// written there, for programs that read it soon, and take longer. none and directsync are the same as --direct. With all of
+    /// Without it a raw or qcow2 target bypasses the page cache, where its file system can do that. writeback and writethrough keep
+    /// what is written there, for programs that read it soon, and take longer. none and directsync are the same as --direct. With all of
     /// these the copy is durable when the command ends.
     ///
     /// unsafe flushes nothing: when the machine crashes or loses power after the end, the target may be incomplete, and

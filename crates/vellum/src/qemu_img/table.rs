@@ -264,7 +264,7 @@ pub(crate) static COMMANDS: &[Command] = &[
                     "target-cache",
                     Cache,
                     "none: `--direct`; otherwise `--target-cache`. With unsafe nothing is flushed; else, and by default, the copy is \
-                     durable when the command ends. By default a raw target bypasses the page cache where that can be done",
+                     durable when the command ends. By default a raw or qcow2 target bypasses the page cache where that can be done",
                 ),
                 &["cache"],
             ),

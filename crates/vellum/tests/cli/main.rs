@@ -14,6 +14,7 @@
 //!   flash.rs     images of which a flash cache holds writes
 //!   flatten.rs   clones without their template
 //!   foreign.rs   images of other programs: read, mapped, served, below others
+//!   layout.rs    where the parts of a copy lie
 //!   locks.rs     two programs and one image; references that lead out of a directory; the rule for raw disks
 //!   named.rs     the program under the name qemu-img; images that are named by keys
 //!   notify.rs    notifications to a service manager
@@ -51,6 +52,7 @@ mod encrypted_elsewhere;
 mod flash;
 mod flatten;
 mod foreign;
+mod layout;
 mod locks;
 mod making;
 mod meant;

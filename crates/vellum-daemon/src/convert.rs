@@ -248,6 +248,12 @@ impl Copying<'_> {
         self.how.writes_direct && self.lays_out_at_once()
     }
 
+    /// Whether pieces are small: what is written goes to the page cache, and is neither packed nor compressed.
+    fn in_small_pieces(&self) -> bool {
+        let bypasses_cache = self.how.direct || self.writes_direct();
+        self.lays_out_at_once() && !bypasses_cache && self.how.compression.is_none()
+    }
+
     /// Whether a write has its place as soon as it has begun, so that pieces that begin in the order of the disk lie in that order:
     /// at once, or once the file has grown, which is seldom ([`GROWTH_BYTES`]).
     fn lays_out_at_once(&self) -> bool {
@@ -353,6 +359,7 @@ impl Copying<'_> {
             out_of_order: how.out_of_order,
             overlaps: self.lays_out_at_once(),
             looks_up: how.format == FormatKind::Qcow2,
+            in_small_pieces: self.in_small_pieces(),
             compression,
             rate: how.rate,
             stop: &stop.flag,

@@ -44,6 +44,10 @@ use differing::{RUNS_AT_ONCE, differences, write_runs};
 /// Bytes copied as one piece. No cluster that is compressed is larger.
 const PIECE: BlockSize = BlockSize::from_shift(21);
 
+/// The same into the page cache: a piece stays in the caches of the processor, and the kernel takes memory for it in smaller parts,
+/// of which it nearly always has some at hand.
+const SMALL_PIECE: BlockSize = BlockSize::from_shift(18);
+
 /// Compressed data is written when there is this much of it, in bytes: all of it lies together, and what is left of its
 /// last cluster stays free.
 const BATCH_BYTES: usize = 8 << 20;
@@ -73,6 +77,8 @@ pub struct CopyOptions<'a> {
     /// What says where a piece belongs is looked up before its write begins. A target that gives a write its place in the image is
     /// not to read its tables between that and the next write.
     pub looks_up: bool,
+    /// Pieces are small, as is best for the page cache.
+    pub in_small_pieces: bool,
     /// Data is compressed by this, which is the target's own.
     pub compression: Option<CopyCompression<'a>>,
     /// Write at most this many bytes a second, zeros not counted.
@@ -129,7 +135,12 @@ pub async fn copy(
     };
     let unit = options.compression.map_or(ANY_UNIT, |compression| compression.target.block());
     let all = GuestOffset::ZERO.span(size);
-    let cut = Cut { unit, most: PIECE.max(unit) };
+    let most = match options.in_small_pieces {
+        // None is a part of a cluster.
+        true => SMALL_PIECE.max(target.geometry().preferred_size).min(PIECE),
+        false => PIECE,
+    };
+    let cut = Cut { unit, most: most.max(unit) };
     in_pieces(&[source], all, cut, options.pieces_at_once, options.stop, progress, piece).await?;
     if let Some(compression) = options.compression {
         batch.write(compression.target).await?;

@@ -101,6 +101,7 @@ async fn flatten_open(
         skips_same: false,
         overlaps: false,
         looks_up: false,
+        in_small_pieces: false,
         out_of_order: false,
         compression: None,
         rate: None,

@@ -28,6 +28,7 @@ fn options(stop: &AtomicBool) -> CopyOptions<'_> {
         out_of_order: false,
         overlaps: true,
         looks_up: false,
+        in_small_pieces: false,
         compression: None,
         rate: None,
         stop,

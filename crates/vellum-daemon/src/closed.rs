@@ -20,6 +20,7 @@ use crate::host::canonical_path;
 use crate::image::{ImageOptions, open_file, open_file_replayed, open_image};
 use crate::inspect::len_below;
 use crate::pins::FILES_SNAPSHOT;
+use crate::tier::{LISTED_MAX, medium_to_read, tier_of};
 
 /// What a check came to.
 pub struct Checked {
@@ -31,13 +32,31 @@ pub struct Checked {
     pub lines: Vec<String>,
     /// The session with a flash cache that it names.
     pub session: Option<Session>,
+    /// What its fast medium alone has, if there is any.
+    pub moved: Option<MovedFound>,
+}
+
+/// What was found of the parts of a disk that a fast medium alone has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MovedFound {
+    /// So many units.
+    pub units: u64,
+    /// The size of a unit in bytes.
+    pub unit_bytes: u64,
+    /// What of it cannot be read there, in bytes. Not known where the medium was not given.
+    pub lost_bytes: Option<u64>,
 }
 
 /// Compares an image's metadata with its content, and repairs it on request.
 ///
 /// # Errors
 /// When it cannot be opened or read so far, or a repair cannot be written.
-pub async fn check(path: &Path, options: &ImageOptions, repair: Repair) -> Result<Checked> {
+pub async fn check(
+    path: &Path,
+    options: &ImageOptions,
+    fast: Option<&Path>,
+    repair: Repair,
+) -> Result<Checked> {
     let options = ImageOptions { read_only: repair == Repair::Nothing, ..options.clone() };
     let (storage, format) = match repair {
         Repair::Nothing => open_file_replayed(path, &options).await?,
@@ -48,8 +67,25 @@ pub async fn check(path: &Path, options: &ImageOptions, repair: Repair) -> Resul
         }
     };
     let mut lines = Vec::new();
-    let report = format.format().check(&storage, repair, &mut |line| lines.push(line)).await?;
-    let session = format.format().read(&*storage).await?.session();
+    let mut report = format.format().check(&storage, repair, &mut |line| lines.push(line)).await?;
+    let head = format.format().read(&*storage).await?;
+    let moved = match (&mut report, fast) {
+        (Some(report), Some(fast)) if report.moved_units > 0 => {
+            let reading = ImageOptions { read_only: true, ..options.clone() };
+            Some(find_moved(path, fast, &reading, (report, &mut lines)).await?)
+        }
+        (Some(report), None) if report.moved_units > 0 => {
+            let (units, unit_bytes) = (report.moved_units, head.cluster_size().unwrap_or_default());
+            let bytes = units * unit_bytes;
+            let named = head.fast().map(|named| format!(", last seen at {}", named.name)).unwrap_or_default();
+            lines.push(format!(
+                "{units} units ({bytes} bytes) are on a fast medium alone{named}: `vellum check --fast PATH` says whether it has them"
+            ));
+            Some(MovedFound { units, unit_bytes, lost_bytes: None })
+        }
+        _ => None,
+    };
+    let session = head.session();
     if let Some(session) = session.filter(Session::holds_writes) {
         lines.push(format!(
             "{} is behind its disk: the flash cache {} holds writes of it. What was checked is what the image has",
@@ -57,7 +93,40 @@ pub async fn check(path: &Path, options: &ImageOptions, repair: Repair) -> Resul
             session.cache
         ));
     }
-    Ok(Checked { format, report, lines, session })
+    Ok(Checked { format, report, lines, session, moved })
+}
+
+/// Looks, on the medium that is given, for the units that it alone has. What is lost is corrupt.
+async fn find_moved(
+    path: &Path,
+    fast: &Path,
+    options: &ImageOptions,
+    (report, lines): (&mut CheckReport, &mut Vec<String>),
+) -> Result<MovedFound> {
+    let medium = medium_to_read(Some(fast), true).await?;
+    let options = ImageOptions { fast: medium, salvages: true, without_backing: true, ..options.clone() };
+    let chain = open_image(path, &options).await?;
+    let looked = async {
+        let tier = tier_of(&chain)?;
+        let unit_bytes = tier.unit_bytes();
+        let (units, lost) = tier.look_for_lost().await?;
+        let lost_bytes: u64 = lost.iter().map(|span| span.len()).sum();
+        report.corruptions += lost_bytes.div_ceil(unit_bytes);
+        for span in lost.iter().take(LISTED_MAX) {
+            lines.push(format!(
+                "ERROR {} bytes of the disk at {} are lost: they are on the fast medium alone, and cannot be read there",
+                span.len(),
+                span.start().bytes()
+            ));
+        }
+        lines.push(format!(
+            "{units} units are on the fast medium alone; of these {lost_bytes} bytes are lost"
+        ));
+        Ok(MovedFound { units, unit_bytes, lost_bytes: Some(lost_bytes) })
+    };
+    let found = looked.await;
+    chain.close().await?;
+    found
 }
 
 /// Does what any opening for writing does first, and nothing else.

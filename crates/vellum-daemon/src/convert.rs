@@ -130,7 +130,8 @@ pub async fn convert(
         )
         .await;
     }
-    let salvaged = Arc::new(Salvaged::of(disk));
+    let known = source.tier().map(|tier| tier.missing()).unwrap_or_default();
+    let salvaged = Arc::new(Salvaged::of(disk, known));
     let disk: SharedDisk = salvaged.clone();
     let done =
         convert_and(&disk, disk.geometry().size, async || source.close().await, conversion, stop, progress)

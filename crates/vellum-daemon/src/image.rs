@@ -78,6 +78,9 @@ pub struct ImageOptions {
     pub fast: Option<Arc<FastMedium>>,
     /// Much will be written: the file grows by this many bytes at a time at least.
     pub growth_bytes: u64,
+    /// What images have on a fast medium alone, and what is not there, is a read error; images that are only read are opened
+    /// without their medium, too.
+    pub salvages: bool,
     /// Becomes true when a remote image is asked for.
     pub asks_remote: Arc<AtomicBool>,
 }
@@ -157,11 +160,15 @@ pub async fn open_over(
         flash: options.flash.clone(),
         fast: options.fast.clone(),
         growth_bytes: options.growth_bytes,
+        salvages: options.salvages,
     };
     let opened = Chain::open(&options.host().await?, path, &chain).await?;
     if !options.read_only && options.snapshot.is_none() {
         warn_of_losses(&opened).await;
         warn_if_unused(&opened);
+    }
+    if options.salvages {
+        warn_if_missing(&opened);
     }
     Ok(opened)
 }
@@ -197,6 +204,18 @@ fn warn_if_unused(chain: &Chain) {
             named.name
         );
     }
+}
+
+/// Warns of what a fast medium alone should have, and has not.
+fn warn_if_missing(chain: &Chain) {
+    let Some(facts) = chain.tier().map(|tier| tier.facts()).filter(|facts| facts.missing > 0) else { return };
+    let why = facts.trouble.map(|error| format!(" ({})", error.chain())).unwrap_or_default();
+    tracing::warn!(
+        "{}: {} units ({} bytes) are on its fast medium alone, and are not there: reads of them are errors{why}",
+        chain.top().path.display(),
+        facts.missing,
+        facts.missing.saturating_mul(facts.unit_bytes)
+    );
 }
 
 /// One image file, as it is found.

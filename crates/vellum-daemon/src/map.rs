@@ -27,6 +27,9 @@ pub struct MapRow {
     pub data: bool,
     /// Whether these are compressed.
     pub compressed: bool,
+    /// Whether they are lost: a fast medium alone should have them, and has not.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub lost: bool,
     /// Where it begins in the file, if it has a place of its own there.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub offset: Option<u64>,
@@ -55,11 +58,16 @@ pub async fn map(
     let len = len_max.unwrap_or(u64::MAX).min(size - start);
     let mut rest = GuestOffset::new(start).span(len);
     let (mut rows, mut names) = (Vec::new(), Names::default());
+    let lost = chain.tier().map(|tier| tier.missing()).unwrap_or_default();
     while !rest.is_empty() {
         for extent in map_merged(chain.disk(), rest).await? {
             rest = GuestSpan::between(extent.span.end(), rest.end());
             for part in at_the_end_of_its_disk(&chain, extent) {
-                push(&mut rows, row(&chain, part, &mut names));
+                for (part, is_lost) in cut_at(&lost, part) {
+                    let row = row(&chain, part, &mut names);
+                    // It has no bytes, so none that are compressed.
+                    push(&mut rows, MapRow { lost: is_lost, compressed: row.compressed && !is_lost, ..row });
+                }
             }
         }
     }
@@ -76,6 +84,29 @@ fn at_the_end_of_its_disk(chain: &Chain, extent: MergedExtent) -> impl Iterator<
     [MergedExtent { span: inside, ..extent }, behind].into_iter().filter(|part| !part.span.is_empty())
 }
 
+/// Cuts an extent of the top image where a part of it is lost that only its fast medium had, and where that ends.
+fn cut_at(lost: &[GuestSpan], extent: MergedExtent) -> Vec<(MergedExtent, bool)> {
+    if extent.depth > 0 || !matches!(extent.place, Place::Compressed) || lost.is_empty() {
+        return vec![(extent, false)];
+    }
+    let (mut parts, mut rest) = (Vec::new(), extent.span);
+    let first = lost.partition_point(|lost| lost.end() <= rest.start());
+    let mut add = |span: GuestSpan, is_lost| {
+        if !span.is_empty() {
+            parts.push((MergedExtent { span, ..extent.clone() }, is_lost));
+        }
+    };
+    for span in
+        lost[first..].iter().map(|span| span.intersect(extent.span)).take_while(|span| !span.is_empty())
+    {
+        add(GuestSpan::between(rest.start(), span.start()), false);
+        add(span, true);
+        rest = GuestSpan::between(span.end(), rest.end());
+    }
+    add(rest, false);
+    parts
+}
+
 fn row(chain: &Chain, extent: MergedExtent, names: &mut Names) -> MapRow {
     let (start, length) = (extent.span.start().bytes(), extent.span.len());
     let plain = MapRow {
@@ -86,6 +117,7 @@ fn row(chain: &Chain, extent: MergedExtent, names: &mut Names) -> MapRow {
         zero: false,
         data: true,
         compressed: false,
+        lost: false,
         offset: None,
         file: None,
         filename: None,
@@ -144,8 +176,8 @@ fn name(chain: &Chain, depth: usize, storage: &SharedStorage) -> String {
 /// Adds a row, or extends the last one where both are one extent.
 fn push(rows: &mut Vec<MapRow>, next: MapRow) {
     if let Some(last) = rows.last_mut() {
-        let same = (last.depth, last.present, last.zero, last.data, last.compressed)
-            == (next.depth, next.present, next.zero, next.data, next.compressed);
+        let same = (last.depth, last.present, last.zero, last.data, last.compressed, last.lost)
+            == (next.depth, next.present, next.zero, next.data, next.compressed, next.lost);
         let follows = match (last.offset, next.offset) {
             (Some(at), Some(next)) => at + last.length == next,
             (None, None) => true,

@@ -33,7 +33,7 @@ use vellum_io::unblock_at;
 use vellum_layer::Chain;
 
 use crate::image::{ImageOptions, open_image};
-use crate::tier::{PromotedUnits, open_medium, tier_of};
+use crate::tier::{DemotedUnits, PromotedUnits, open_medium, tier_of};
 
 /// The snapshot of a served disk that the guest's file system is read from.
 pub(crate) const FILES_SNAPSHOT: &str = "vellum-tier-files";
@@ -88,8 +88,9 @@ pub struct ChosenFiles {
     pub files: u64,
     /// Bytes of the disk that they have.
     pub file_bytes: u64,
-    /// Units that went back because no pin is left for them.
-    pub demoted: u64,
+    /// Units that went back because no pin is left for them, and what of them could not.
+    #[serde(flatten)]
+    pub demoted: DemotedUnits,
     /// The pins that the disk has now.
     pub pins: Vec<Pin>,
     /// Pinned paths that are not there.
@@ -305,7 +306,10 @@ impl Pinning {
             keep_pins(image, &self.pins).await?;
         }
         let back = units_without(&gone, &wanted, unit, chain.disk().geometry().size);
-        let demoted = if back.is_empty() { 0 } else { tier.demote(&back).await? };
+        let demoted = match back.is_empty() {
+            true => DemotedUnits::default(),
+            false => tier.demote(&back).await?.into(),
+        };
         let units = promote(chain, &wanted, Reason::Rule).await?;
         Ok(ChosenFiles {
             units,
@@ -526,7 +530,7 @@ pub(crate) async fn find_by_times(disk: &dyn Disk, times: FileTimes) -> Result<W
 pub(crate) async fn apply_times(image: &Path, chain: &Chain, wanted: Wanted) -> Result<ChosenFiles> {
     let units = promote(chain, &wanted, Reason::Times).await?;
     let (files, file_bytes, pins) = (wanted.files, wanted.bytes, pins_of(image).await?);
-    Ok(ChosenFiles { units, files, file_bytes, demoted: 0, pins, missing: Vec::new() })
+    Ok(ChosenFiles { units, files, file_bytes, demoted: DemotedUnits::default(), pins, missing: Vec::new() })
 }
 
 #[cfg(test)]

@@ -141,8 +141,8 @@ pub(crate) async fn run(
         None => None,
     };
     let fast = match &spec.fast {
-        Some(path) => match crate::tier::open_medium(path).await {
-            Ok(fast) => Some(fast),
+        Some(path) => match crate::tier::medium_to_read(Some(path), spec.image.salvages).await {
+            Ok(fast) => fast,
             // Two servers with one medium are a mistake, and so is one that is asked to be complete without it.
             Err(error) if spec.require_all || error.kind() == ErrorKind::Locked => {
                 return (Err(error), false);

@@ -16,8 +16,8 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use vellum_core::{Context, Error, ErrorKind, GuestOffset, GuestSpan, Random, Result, SharedStorage};
 use vellum_format::fast::{
-    FastId, FastMedium, Moved, NamedFast, NewRow, Promoted, Promotion, Reason, RowFacts, TierFacts, Tiers,
-    create,
+    Demoted, FastId, FastMedium, Moved, NamedFast, NewRow, Promoted, Promotion, Reason, RowFacts, TierFacts,
+    Tiers, create,
 };
 use vellum_io::{File, OpenOptions};
 use vellum_layer::Chain;
@@ -25,6 +25,9 @@ use vellum_layer::Chain;
 use crate::flash::random_bytes;
 use crate::image::{ImageOptions, open_file, open_image};
 use crate::occupied::holds_something;
+
+/// Parts of a disk that are listed, at most.
+pub(crate) const LISTED_MAX: usize = 1000;
 
 /// A fast medium for an image.
 #[derive(Debug, Clone)]
@@ -136,6 +139,39 @@ pub struct MovedUnits {
     pub written: u64,
 }
 
+impl MovedUnits {
+    fn of(unit_size: u64, done: Moved) -> Self {
+        let Moved { units, there, not_copied, not_stored, written } = done;
+        Self { unit_size, moved: units, there, not_copied, not_stored, written }
+    }
+}
+
+/// What became of units that were taken back, as programs read it.
+#[derive(Debug, Clone, Default, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct DemotedUnits {
+    /// Units that are read from the image now.
+    pub demoted: u64,
+    /// What could not be read on the fast medium, which alone has it: how many bytes.
+    pub left_bytes: u64,
+    /// Offset and length of the first of its parts.
+    pub left: Vec<(u64, u64)>,
+    /// Why the first of it could not be read.
+    pub why: Option<String>,
+}
+
+impl From<Demoted> for DemotedUnits {
+    fn from(done: Demoted) -> Self {
+        let Demoted { units, left, why } = done;
+        Self {
+            demoted: units,
+            left_bytes: left.iter().map(|span| span.len()).sum(),
+            left: left.iter().take(LISTED_MAX).map(|span| (span.start().bytes(), span.len())).collect(),
+            why: why.map(|error| error.chain()),
+        }
+    }
+}
+
 fn context(path: &Path) -> impl Fn() -> String + '_ {
     move || format!("can't open the fast medium {}", path.display())
 }
@@ -170,6 +206,29 @@ async fn open_on(storage: SharedStorage) -> Result<Arc<FastMedium>> {
 /// `Locked` while another program has it, `Invalid` when it is none, and the errors of the storage.
 pub async fn open_medium(path: &Path) -> Result<Arc<FastMedium>> {
     open_on(open_storage(path).await?).await.context(context(path))
+}
+
+/// What an image that is only read is opened with: its fast medium, or, to salvage, what is left of it. That may be nothing.
+///
+/// # Errors
+/// As for [`open_medium`]; to salvage only `Locked`.
+pub async fn medium_to_read(path: Option<&Path>, salvages: bool) -> Result<Option<Arc<FastMedium>>> {
+    let Some(path) = path else { return Ok(None) };
+    if !salvages {
+        return open_medium(path).await.map(Some);
+    }
+    let opened = async {
+        let storage = File::open(path, OpenOptions { keeps_len: true, ..OpenOptions::reading() }).await?;
+        FastMedium::open_to_salvage(storage, Random::from_seed(0)).await
+    };
+    match opened.await {
+        Ok(medium) => Ok(Some(medium)),
+        Err(error) if error.kind() == ErrorKind::Locked => Err(error.context(context(path)())),
+        Err(error) => {
+            tracing::warn!("{}: nothing of it is read", error.context(context(path)()).chain());
+            Ok(None)
+        }
+    }
 }
 
 /// Opens a fast medium, which is made if there is none yet. Whether it was.
@@ -376,13 +435,20 @@ pub async fn promote(
     done.and_then(|done| closed.map(|()| done))
 }
 
-/// As above, the other way. How many units.
+/// As above, the other way. What the fast medium alone has and does not give stays there, and is told.
 ///
 /// # Errors
 /// As above.
-pub async fn demote(image: &Path, fast: &Path, ranges: &Ranges, options: &ImageOptions) -> Result<u64> {
+pub async fn demote(
+    image: &Path,
+    fast: &Path,
+    ranges: &Ranges,
+    options: &ImageOptions,
+) -> Result<DemotedUnits> {
     let medium = open_medium(fast).await?;
-    let chain = open_image(image, &ImageOptions { fast: Some(medium), ..options.clone() }).await?;
+    // What its tables have lost is no reason to leave the rest there.
+    let options = ImageOptions { fast: Some(medium), salvages: true, ..options.clone() };
+    let chain = open_image(image, &options).await?;
     let done = demote_in(&chain, ranges).await;
     let closed = chain.close().await;
     done.and_then(|done| closed.map(|()| done))
@@ -413,9 +479,7 @@ pub(crate) async fn move_in(chain: &Chain, ranges: &Ranges, only_copied: bool) -
         let promotion = Promotion { ranges: spans.clone(), reason: Reason::Asked, copies_base: false };
         tier.promote(promotion).await?;
     }
-    let Moved { units, there, not_copied, not_stored, written } = tier.move_away(&spans).await?;
-    let unit_size = tier.facts().unit_bytes;
-    Ok(MovedUnits { unit_size, moved: units, there, not_copied, not_stored, written })
+    Ok(MovedUnits::of(tier.unit_bytes(), tier.move_away(&spans).await?))
 }
 
 pub(crate) fn tier_of(chain: &Chain) -> Result<&Arc<dyn Tiers>> {
@@ -435,9 +499,9 @@ pub(crate) async fn promote_in(chain: &Chain, ranges: &Ranges) -> Result<Promote
     Ok(PromotedUnits::of(tier.facts().unit_bytes, done))
 }
 
-pub(crate) async fn demote_in(chain: &Chain, ranges: &Ranges) -> Result<u64> {
+pub(crate) async fn demote_in(chain: &Chain, ranges: &Ranges) -> Result<DemotedUnits> {
     let spans = ranges.spans(chain.disk().geometry().size)?;
-    tier_of(chain)?.demote(&spans).await
+    tier_of(chain)?.demote(&spans).await.map(DemotedUnits::from)
 }
 
 pub(crate) fn facts_in(chain: &Chain) -> Result<Value> {
@@ -467,6 +531,7 @@ pub fn facts_json(facts: &TierFacts) -> Value {
         "slow-read-bytes": facts.slow_reads[1],
         "failed-reads": facts.failed_reads,
         "lost-reads": facts.lost_reads,
+        "missing": facts.missing,
         "promoted": facts.promoted,
         "promoted-by-reason": by_reason(facts.promoted_by),
         "demoted": facts.demoted,

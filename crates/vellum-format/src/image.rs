@@ -76,15 +76,14 @@ pub struct OpenOptions {
     pub may_be_weak: bool,
     /// The image is opened for what it has itself; where that is nothing, it reads as zero, and its map says that it is below.
     pub without_below: bool,
-    /// The flash cache that the caller puts over the disk. Without it an image of which a cache holds writes is
-    /// refused, and the first change makes the image's session void.
+    /// The flash cache over the disk. Without it an image of which a cache holds writes is refused, and its first change voids a session.
     pub flash: Option<CacheId>,
-    /// From where a block that is written in part is completed; what the image has below, when not given. Both read as
-    /// the same: a cache does not keep what is read from here.
+    /// From where a block that is written in part is completed; what is below, when not given: the same bytes, and no cache keeps them.
     pub fills: Option<SharedDisk>,
-    /// The fast medium that may have copies of units of the disk. An image that names it reads them from there. An image
-    /// that is changed without the one it names makes these copies void.
+    /// The fast medium that may have copies of units of the disk. An image that is changed without the one it names makes them void.
     pub fast: Option<Arc<FastMedium>>,
+    /// What only the fast medium should have, and has not, is a read error. To be only read, an image is then opened with any or none.
+    pub salvages: bool,
     /// From where tables are read, where a cache keeps them; from the image, when not given.
     pub tables: Option<CachedTables>,
     /// A file grows by this many bytes at a time at least, by a hole, because much will be written soon. What is left over is
@@ -119,6 +118,7 @@ impl Default for OpenOptions {
             flash: None,
             fills: None,
             fast: None,
+            salvages: false,
             tables: None,
             growth_bytes: 0,
         }

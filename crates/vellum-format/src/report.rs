@@ -33,6 +33,8 @@ pub struct CheckReport {
     pub fragmented_clusters: u64,
     /// Those of them that are compressed.
     pub compressed_clusters: u64,
+    /// Clusters that a fast medium has alone. (native)
+    pub moved_units: u64,
     /// The offset at which the last cluster in use ends.
     pub image_end_offset: u64,
 }

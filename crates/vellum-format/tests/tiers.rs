@@ -10,6 +10,8 @@ mod media;
 mod mended;
 #[path = "tiers/moved.rs"]
 mod moved;
+#[path = "tiers/salvage.rs"]
+mod salvage;
 #[path = "tiers/trials.rs"]
 mod trials;
 

@@ -203,6 +203,9 @@ pub struct ChainOptions {
     pub fast: Option<Arc<FastMedium>>,
     /// The file of the top image grows by this many bytes at a time at least.
     pub growth_bytes: u64,
+    /// What an image has on a fast medium alone, and what is not there, is a read error. Images that are only read are opened
+    /// without their medium, too.
+    pub salvages: bool,
 }
 
 impl Default for ChainOptions {
@@ -230,6 +233,7 @@ impl Default for ChainOptions {
             flash: None,
             fast: None,
             growth_bytes: 0,
+            salvages: false,
         }
     }
 }
@@ -665,6 +669,8 @@ async fn open_disk(
         tables: tables.map(|tables| tables.put_into(&mut files)),
         fast: options.fast.clone(),
         growth_bytes: options.growth_bytes,
+        // What lies below an image that is written is read as a whole.
+        salvages: options.salvages && read_only == options.read_only,
     };
     head.open_in_parts(files, parts.iter().map(|(_, file)| file.clone()).collect(), open).await
 }

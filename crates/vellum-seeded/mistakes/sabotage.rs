@@ -248,6 +248,10 @@ pub enum Bug {
     MovedOpened,
     /// And with one that lacks some of them.
     MissingOpened,
+    /// The bits of units that a medium alone should have, and has not, are cleared with the others.
+    MissingCleared,
+    /// Such units are forgotten when all others have come back.
+    MissingForgotten,
     /// A move draws no new number for its opening.
     MovedWithoutSession,
     /// Units are moved while there are snapshots.

@@ -11,6 +11,9 @@ mod explorer;
 #[path = "../../vellum-format/tests/tiers/moved.rs"]
 mod moved;
 #[allow(dead_code, reason = "other tests use the rest")]
+#[path = "../../vellum-format/tests/tiers/salvage.rs"]
+mod salvage;
+#[allow(dead_code, reason = "other tests use the rest")]
 #[path = "../../vellum-format/tests/tiers/trials.rs"]
 mod trials;
 
@@ -80,6 +83,8 @@ fn of_moves_by_trials() {
         (Bug::MovedForgotten, moved::an_image_is_not_used_without_its_medium),
         (Bug::MovedUnproven, moved::a_copy_that_is_not_the_same_is_not_the_only_one),
         (Bug::ClearedWhileMoved, moved::what_is_moved_is_read_written_and_brought_back),
+        (Bug::MissingCleared, salvage::what_the_tables_have_lost_does_not_keep_the_others_there),
+        (Bug::MissingForgotten, salvage::what_the_tables_have_lost_does_not_keep_the_others_there),
     ] {
         let Err(found) = with(bug, trial) else { panic!("{bug:?} is not found") };
         eprintln!("{bug:?}: {found}");

@@ -65,6 +65,7 @@ impl Control {
         let options = ImageOptions {
             format: format.as_ref().map(|format| format.parse()).transpose()?.or(options.format),
             read_only: read_only.unwrap_or(options.read_only),
+            salvages: options.salvages && read_only.unwrap_or(options.read_only),
             ..options
         };
         let limits = limits.iter().flatten().map(|(name, number)| (name.as_str(), *number));

@@ -363,7 +363,7 @@ impl Control {
                 let disk = self.disks.find(disk.as_deref())?;
                 let ranges = Ranges { ranges: ranges.clone(), copies_base: *copy };
                 match demote {
-                    true => json!({ "demoted": disk.demote(&ranges).await? }),
+                    true => json!(disk.demote(&ranges).await?),
                     false => json!(disk.promote(&ranges).await?),
                 }
             }

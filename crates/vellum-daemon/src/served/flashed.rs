@@ -63,7 +63,7 @@ impl Served {
     ///
     /// # Errors
     /// As above.
-    pub(crate) async fn demote(&self, ranges: &tier::Ranges) -> Result<u64> {
+    pub(crate) async fn demote(&self, ranges: &tier::Ranges) -> Result<tier::DemotedUnits> {
         let chain = self.chain_to_change().await?;
         tier::demote_in(chain.as_ref().ok_or_else(|| self.is_closed())?, ranges).await
     }

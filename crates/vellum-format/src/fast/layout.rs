@@ -144,6 +144,12 @@ impl Layout {
         (TABLE_AT + u64::from(self.slots) * ENTRY_LEN as u64).next_multiple_of(SLOT_BYTES)
     }
 
+    /// How many slots lie in so many bytes, as a whole or in part.
+    pub(super) fn slots_within(self, bytes: u64) -> u32 {
+        let slots = bytes.saturating_sub(self.data_at()).div_ceil(SLOT_BYTES);
+        self.slots.min(u32::try_from(slots).unwrap_or(u32::MAX))
+    }
+
     pub(super) fn total_bytes(self) -> u64 {
         self.data_at() + u64::from(self.slots) * SLOT_BYTES
     }

@@ -6,7 +6,7 @@
 //!               row: only the newest counts ► flush                         before the first entry of the opening
 //! ```
 //!
-//! 1. One process has the medium open, and in it one image each row.
+//! 1. One process has the medium open, and in it one image each row, or several chains an image that is only read.
 //! 2. After a write or a flush has failed, nothing is written any more until it is opened again. Reads go on.
 //! 3. A slot that is free keeps its entry until something is promoted next: it is blanked before any slot is written, and
 //!    before any entry is. So an entry never outlives its bytes, and of a unit of a disk there is one promotion at most.
@@ -23,12 +23,12 @@ use vellum_core::{
     Buffer, Context, Error, ErrorKind, ImageOffset, LocalFuture, Random, Result, SharedStorage, try_join_all,
 };
 
+use super::known::{Opened, State};
 use super::layout::{
     ENTRIES_TOGETHER, ENTRY_LEN, Entry, FastId, Layout, NAME_MAX, ROW_LEN, ROWS, Reason, Row, SLOT_BYTES,
     SLOT_LEN, SUPER_LEN, encode_super,
 };
-use super::tables::{read_entries, read_rows, read_super};
-use crate::hash::HashMap;
+use super::tables::{Tables, read_entries, read_rows, read_super};
 use crate::session::SessionNumber;
 use crate::state::lock;
 use crate::truth::reconcile;
@@ -107,30 +107,11 @@ pub(crate) struct Part {
     pub(crate) reason: Reason,
 }
 
-struct State {
-    rows: Vec<Option<Row>>,
-    /// By row: whether an image of this process has it.
-    open: Vec<bool>,
-    /// By row.
-    used: Vec<u32>,
-    /// By slot: what the medium says of it.
-    entries: Vec<Option<Entry>>,
-    free: RoaringBitmap,
-    /// Slots that are free or were free when they were taken, and of which the medium says something, which may be
-    /// nothing that can be read.
-    litter: RoaringBitmap,
-    /// Rows that cannot be read, and entries that may be needed and cannot be read.
-    bad_rows: RoaringBitmap,
-    unreadable: HashMap<u32, [u8; ENTRY_LEN]>,
-    /// The highest of all entries and rows.
-    sequence: u64,
-    random: Random,
-    failed: Option<Error>,
-}
-
 /// An open fast medium.
 pub struct FastMedium {
     storage: SharedStorage,
+    /// What can be read of it, in bytes.
+    len: u64,
     id: FastId,
     layout: Layout,
     state: Mutex<State>,
@@ -180,17 +161,38 @@ impl FastMedium {
     /// # Errors
     /// `Invalid` when it is none, `Corrupt` and `Unsupported` as for images, and the errors of the storage.
     pub async fn open(storage: SharedStorage, random: Random) -> Result<Arc<Self>> {
+        Self::open_as(storage, random, Tables::Whole).await
+    }
+
+    /// Opens it for what is left of it: what of its tables cannot be read says nothing, what was cut off is a read error, and
+    /// nothing is ever written.
+    ///
+    /// # Errors
+    /// As above, for its superblock.
+    pub async fn open_to_salvage(storage: SharedStorage, random: Random) -> Result<Arc<Self>> {
+        Self::open_as(storage, random, Tables::WhatIsLeft).await
+    }
+
+    async fn open_as(storage: SharedStorage, random: Random, tables: Tables) -> Result<Arc<Self>> {
         let name = storage.name().to_owned();
         let context = || format!("{name} is not usable as a fast medium");
-        let (id, layout) = read_super(&storage).await.context(context)?;
+        let (id, layout) = read_super(&storage, tables).await.context(context)?;
         // After a failed flush a host may show what the medium has not.
-        reconcile(&*storage, ImageOffset::ZERO.span(layout.data_at())).await.context(context)?;
-        let (rows, bad_rows) = read_rows(&storage).await.context(context)?;
+        if tables == Tables::Whole {
+            reconcile(&*storage, ImageOffset::ZERO.span(layout.data_at())).await.context(context)?;
+        }
+        let (rows, bad_rows) = read_rows(&storage, tables).await.context(context)?;
         let may_be_needed = !bad_rows.is_empty() || rows.iter().flatten().any(|row| row.is_needed);
-        let read = read_entries(&storage, layout, &rows, may_be_needed).await.context(context)?;
+        let read = read_entries(&storage, layout, &rows, (may_be_needed, tables)).await.context(context)?;
         let last = rows.iter().flatten().map(|row| row.last).max();
+        let only_read = (tables == Tables::WhatIsLeft).then(|| {
+            Error::new(
+                ErrorKind::ReadOnly,
+                format!("{name} is open for what is left of it, and is not written"),
+            )
+        });
         let mut state = State {
-            open: vec![false; rows.len()],
+            open: vec![Opened::NOT; rows.len()],
             used: vec![0; rows.len()],
             rows,
             entries: read.entries,
@@ -200,10 +202,11 @@ impl FastMedium {
             unreadable: read.unreadable,
             sequence: read.sequence.max(last.unwrap_or_default()),
             random,
-            failed: None,
+            failed: only_read,
         };
-        state.take_stock();
+        state.find_free();
         Ok(Arc::new(Self {
+            len: storage.len(),
             storage,
             id,
             layout,
@@ -275,7 +278,7 @@ impl FastMedium {
                 name: row.name.clone(),
                 budget: row.budget,
                 used: u64::from(state.used[index]) * SLOT_BYTES,
-                is_open: state.open[index],
+                is_open: state.open[index] != Opened::NOT,
                 is_needed: row.is_needed,
             })
         });
@@ -320,7 +323,7 @@ impl FastMedium {
         let row = {
             let mut state = lock(&self.state);
             let Some(row) = state.row_of(uuid) else { return Ok(false) };
-            if state.open[usize::from(row)] {
+            if state.open[usize::from(row)] != Opened::NOT {
                 return Err(Error::new(ErrorKind::Locked, format!("{}: the disk is open", self.name())));
             }
             if let Some(row) =
@@ -334,14 +337,14 @@ impl FastMedium {
                     ),
                 ));
             }
-            state.open[usize::from(row)] = true;
+            state.open[usize::from(row)] = Opened::Writes;
             state.free_all_of(row);
             row
         };
         let blanked = self.blank_litter().await;
         {
             let mut state = lock(&self.state);
-            state.open[usize::from(row)] = false;
+            state.open[usize::from(row)] = Opened::NOT;
             if blanked.is_ok() {
                 state.rows[usize::from(row)] = None;
             }
@@ -350,8 +353,9 @@ impl FastMedium {
         self.write_row(row, vec![0; ROW_LEN]).await.map(|()| true)
     }
 
-    /// Opens the row of an image. The error says why the medium has nothing for it.
-    pub(crate) fn open_row(self: &Arc<Self>, uuid: [u8; 16]) -> Result<OpenRow> {
+    /// Opens the row of an image. One that is only read may have it beside others. The error says why the medium has nothing for
+    /// it.
+    pub(crate) fn open_row(self: &Arc<Self>, uuid: [u8; 16], read_only: bool) -> Result<OpenRow> {
         let mut state = lock(&self.state);
         let Some(row) = state.row_of(uuid) else {
             let remedy = match state.bad_rows.is_empty() {
@@ -361,10 +365,15 @@ impl FastMedium {
             let why = format!("{} has no row for this image: {remedy}", self.name());
             return Err(Error::new(ErrorKind::NotFound, why));
         };
-        if std::mem::replace(&mut state.open[usize::from(row)], true) {
-            let why = format!("another open image has the same UUID, and its row of {}", self.name());
-            return Err(Error::new(ErrorKind::Locked, why));
-        }
+        let open = &mut state.open[usize::from(row)];
+        *open = match *open {
+            Opened::Reads(readers) if read_only => Opened::Reads(readers + 1),
+            Opened::NOT if !read_only => Opened::Writes,
+            _ => {
+                let why = format!("another open image has the same UUID, and its row of {}", self.name());
+                return Err(Error::new(ErrorKind::Locked, why));
+            }
+        };
         Ok(OpenRow { medium: self.clone(), row, is_open: AtomicBool::new(true) })
     }
 
@@ -481,65 +490,6 @@ impl FastMedium {
     }
 }
 
-impl State {
-    fn row_of(&self, uuid: [u8; 16]) -> Option<u16> {
-        let row = self.rows.iter().position(|row| row.as_ref().is_some_and(|row| row.uuid == uuid));
-        row.map(|row| u16::try_from(row).expect("at most 1024"))
-    }
-
-    fn free_row(&self) -> Option<u16> {
-        let is_free =
-            |row: &u16| self.rows[usize::from(*row)].is_none() && !self.bad_rows.contains((*row).into());
-        (0..ROWS).find(is_free)
-    }
-
-    /// Finds out which slots may be in use: those with the newest entries of a unit of a disk that has a row.
-    fn take_stock(&mut self) {
-        let mut newest: HashMap<(u16, u64), u64> = HashMap::default();
-        for entry in self.entries.iter().flatten() {
-            let sequence = newest.entry((entry.row, entry.unit)).or_default();
-            *sequence = entry.sequence.max(*sequence);
-        }
-        for (slot, entry) in (0..).zip(&self.entries) {
-            let used = entry.filter(|one| newest.get(&(one.row, one.unit)) == Some(&one.sequence));
-            match used {
-                Some(entry) => self.used[usize::from(entry.row)] += 1,
-                None if self.unreadable.contains_key(&slot) => {}
-                None => {
-                    self.free.insert(slot);
-                    if entry.is_some() {
-                        self.litter.insert(slot);
-                    }
-                }
-            }
-        }
-    }
-
-    /// The slots that a row has.
-    fn slots_of(&self, row: u16) -> impl Iterator<Item = (u32, Entry)> {
-        let of_row = move |(slot, entry): (u32, &Option<Entry>)| {
-            entry.filter(|entry| entry.row == row && !self.free.contains(slot)).map(|entry| (slot, entry))
-        };
-        (0..).zip(&self.entries).filter_map(of_row)
-    }
-
-    fn free_slots(&mut self, row: u16, slots: &[u32]) {
-        for slot in slots {
-            if self.free.insert(*slot) {
-                self.used[usize::from(row)] -= 1;
-                if self.entries[*slot as usize].is_some() {
-                    self.litter.insert(*slot);
-                }
-            }
-        }
-    }
-
-    fn free_all_of(&mut self, row: u16) {
-        let slots: Vec<u32> = self.slots_of(row).map(|(slot, _)| slot).collect();
-        self.free_slots(row, &slots);
-    }
-}
-
 /// The row of an open image.
 pub(crate) struct OpenRow {
     medium: Arc<FastMedium>,
@@ -557,7 +507,11 @@ impl OpenRow {
     /// Lets another image have the row.
     pub(crate) fn release(&self) {
         if self.is_open.swap(false, Ordering::AcqRel) {
-            lock(&self.medium.state).open[usize::from(self.row)] = false;
+            let open = &mut lock(&self.medium.state).open[usize::from(self.row)];
+            *open = match *open {
+                Opened::Reads(readers) => Opened::Reads(readers.saturating_sub(1)),
+                Opened::Writes => Opened::NOT,
+            };
         }
     }
 
@@ -746,6 +700,11 @@ impl OpenRow {
             skip = 0;
             if piece.is_empty() {
                 break;
+            }
+            if (at + piece.len() as u64).bytes() > self.medium.len {
+                count(read_errors, 1);
+                let why = format!("{} was cut off: it ends at {} bytes", self.medium.name(), self.medium.len);
+                return Err(Error::new(ErrorKind::Io, why));
             }
             pieces.push(self.medium.storage.read(at, piece));
         }

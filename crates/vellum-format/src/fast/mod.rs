@@ -13,8 +13,10 @@
 //! 3. An entry is there only as long as its slot has the bytes of its promotion, and of a unit there is one promotion at
 //!    most. So an image that was copied, and a medium that was, can miss copies and not read wrong ones.
 //!
-//! `layout` is every byte on the medium (`docs/format/fast.md`), `medium` is an open one.
+//! `layout` is every byte on the medium (`docs/format/fast.md`), `medium` is an open one, with what is
+//! `known` of it in memory.
 
+mod known;
 mod layout;
 mod medium;
 mod named;
@@ -23,4 +25,6 @@ mod tables;
 pub use layout::{FastId, Reason, SLOT_BYTES};
 pub use medium::{FastCounts, FastMedium, NewRow, RowFacts, create};
 pub(crate) use medium::{OpenRow, Part};
-pub use named::{FAST_NAME_MAX, Moved, NamedFast, Promoted, Promotion, STRIP_PARTS, TierFacts, Tiers};
+pub use named::{
+    Demoted, FAST_NAME_MAX, Moved, NamedFast, Promoted, Promotion, STRIP_PARTS, TierFacts, Tiers,
+};

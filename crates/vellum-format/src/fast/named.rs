@@ -71,6 +71,17 @@ pub struct Moved {
     pub written: u64,
 }
 
+/// What became of units that were taken back.
+#[derive(Debug, Clone, Default)]
+pub struct Demoted {
+    /// The fast medium had them, and they are read from the image now.
+    pub units: u64,
+    /// Those that only the fast medium has and that it does not give: they stay there. Neighbours are one span.
+    pub left: Vec<GuestSpan>,
+    /// Why the first of these could not be read.
+    pub why: Option<Error>,
+}
+
 /// The state of an open image's tier.
 #[derive(Debug, Clone)]
 pub struct TierFacts {
@@ -86,6 +97,8 @@ pub struct TierFacts {
     pub moved: u64,
     /// Reads of those that the fast medium failed.
     pub lost_reads: u64,
+    /// Units that only the fast medium has and of which it says nothing complete. They are none of the above.
+    pub missing: u64,
     /// How many units the disk has.
     pub disk_units: u64,
     /// Of how many units it has something in each of these equal parts of the disk.
@@ -117,6 +130,7 @@ impl Default for TierFacts {
             by_reason: [0; 4],
             moved: 0,
             lost_reads: 0,
+            missing: 0,
             disk_units: 0,
             strip: [0; STRIP_PARTS],
             used: 0,
@@ -146,12 +160,23 @@ pub trait Tiers: Send + Sync {
     /// As for [`promote`](Self::promote); `Unsupported` while there are snapshots, `Corrupt` for a copy that is not the same.
     fn move_away<'a>(&'a self, ranges: &'a [GuestSpan]) -> LocalFuture<'a, Result<Moved>>;
 
-    /// Takes units back that the fast medium has. Those that only it has are copied back first. How many. Without any
-    /// left of these, the image does not need the medium any more.
+    /// Takes units back that the fast medium has. Those that only it has are copied back first; one that cannot be read there
+    /// stays, and the others are taken back all the same. Without any left of these, the image does not need the medium any
+    /// more.
     ///
     /// # Errors
-    /// Those of the image, and for units that only the fast medium has those of the medium.
-    fn demote<'a>(&'a self, ranges: &'a [GuestSpan]) -> LocalFuture<'a, Result<u64>>;
+    /// Those of the image.
+    fn demote<'a>(&'a self, ranges: &'a [GuestSpan]) -> LocalFuture<'a, Result<Demoted>>;
+
+    /// What only the fast medium has and of which it says nothing complete: it is lost, unless the medium can be mended. Known
+    /// since the image was opened. Neighbouring units are one span.
+    fn missing(&self) -> Vec<GuestSpan>;
+
+    /// Reads all that only the fast medium has, from there. How many units that are, and what of them cannot be read.
+    ///
+    /// # Errors
+    /// Those of the image.
+    fn look_for_lost<'a>(&'a self) -> LocalFuture<'a, Result<(u64, Vec<GuestSpan>)>>;
 
     /// What there is to know.
     fn facts(&self) -> TierFacts;

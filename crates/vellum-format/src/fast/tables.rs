@@ -2,9 +2,10 @@
 //!
 //! 1. Where nothing was ever written nothing is read.
 //! 2. An entry that cannot be read, and may be needed, keeps its bytes; so few that no memory to speak of is taken.
+//! 3. A medium that is opened for what is left of it is never written. So of its tables that may be blank which cannot be read.
 
 use roaring::RoaringBitmap;
-use vellum_core::{Buffer, Error, ImageOffset, ImageSpan, Result, SharedStorage};
+use vellum_core::{BlockSize, Buffer, Error, ImageOffset, ImageSpan, Result, SharedStorage};
 
 use super::layout::{ENTRY_LEN, Entry, FastId, Layout, ROW_LEN, ROWS, Row, SUPER_LEN, parse_super};
 use crate::hash::HashMap;
@@ -17,12 +18,49 @@ const PIECE_LEN: usize = 64 << 10;
 /// More entries than these that cannot be read are no accident of some sectors.
 const UNREADABLE_MAX: usize = 1 << 16;
 
-pub(super) async fn read_super(storage: &SharedStorage) -> Result<(FastId, Layout)> {
-    reconcile(&**storage, ImageOffset::ZERO.span(2 * SUPER_LEN as u64)).await?;
-    let both = storage.read(ImageOffset::ZERO, Buffer::for_overwrite(2 * SUPER_LEN)).await?.to_vec();
+/// How the tables are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Tables {
+    /// All of them, or there is an error.
+    Whole,
+    /// What can be read.
+    WhatIsLeft,
+}
+
+impl Tables {
+    /// The bytes of a span; zeros for pages of it that cannot be read, if that is allowed.
+    async fn read(self, storage: &SharedStorage, span: ImageSpan) -> Result<Vec<u8>> {
+        let len = |span: ImageSpan| usize::try_from(span.len()).expect("a piece");
+        match storage.read(span.start(), Buffer::for_overwrite(len(span))).await {
+            Err(_) if self == Self::WhatIsLeft => {}
+            read => return Ok(read?.to_vec()),
+        }
+        let (mut bytes, mut rest) = (Vec::with_capacity(len(span)), span);
+        while !rest.is_empty() {
+            let (page, later) = rest.split_at(BlockSize::PAGE.bytes());
+            match storage.read(page.start(), Buffer::for_overwrite(len(page))).await {
+                Ok(read) => bytes.extend(read.to_vec()),
+                Err(_) => bytes.resize(bytes.len() + len(page), 0),
+            }
+            rest = later;
+        }
+        Ok(bytes)
+    }
+}
+
+pub(super) async fn read_super(storage: &SharedStorage, tables: Tables) -> Result<(FastId, Layout)> {
+    let span = ImageOffset::ZERO.span(2 * SUPER_LEN as u64);
+    let len = match tables {
+        Tables::Whole => {
+            reconcile(&**storage, span).await?;
+            storage.len()
+        }
+        Tables::WhatIsLeft => u64::MAX,
+    };
+    let both = tables.read(storage, span).await?;
     let (first, copy) = both.split_at(SUPER_LEN);
-    match parse_super(first, storage.len()) {
-        Err(error) => parse_super(copy, storage.len()).map_err(|_| error),
+    match parse_super(first, len) {
+        Err(error) => parse_super(copy, len).map_err(|_| error),
         found => found,
     }
 }
@@ -34,7 +72,10 @@ async fn is_hole(storage: &SharedStorage, span: ImageSpan) -> Result<bool> {
 }
 
 /// The rows, and which of them are damaged.
-pub(super) async fn read_rows(storage: &SharedStorage) -> Result<(Vec<Option<Row>>, RoaringBitmap)> {
+pub(super) async fn read_rows(
+    storage: &SharedStorage,
+    tables: Tables,
+) -> Result<(Vec<Option<Row>>, RoaringBitmap)> {
     let (mut rows, mut bad) = (Vec::with_capacity(usize::from(ROWS)), RoaringBitmap::new());
     let mut rest = Layout::rows();
     while !rest.is_empty() {
@@ -43,8 +84,7 @@ pub(super) async fn read_rows(storage: &SharedStorage) -> Result<(Vec<Option<Row
         if is_hole(storage, now).await? {
             rows.resize(rows.len() + len / ROW_LEN, None);
         } else {
-            let bytes = storage.read(now.start(), Buffer::for_overwrite(len)).await?.to_vec();
-            for bytes in bytes.chunks(ROW_LEN) {
+            for bytes in tables.read(storage, now).await?.chunks(ROW_LEN) {
                 let number = u16::try_from(rows.len()).expect("at most 1024");
                 let row = Row::parse(number, bytes);
                 if row.is_none() && bytes.iter().any(|byte| *byte != 0) {
@@ -74,26 +114,32 @@ pub(super) async fn read_entries(
     storage: &SharedStorage,
     layout: Layout,
     rows: &[Option<Row>],
-    may_be_needed: bool,
+    (may_be_needed, tables): (bool, Tables),
 ) -> Result<Entries> {
+    // What a slot that was cut off had is lost in any case.
+    let slots = match tables {
+        Tables::Whole => layout.slots,
+        Tables::WhatIsLeft => layout.slots_within(storage.len()),
+    };
     let mut found = Entries {
-        entries: Vec::with_capacity(layout.slots as usize),
+        entries: Vec::with_capacity(slots as usize),
         litter: RoaringBitmap::new(),
         unreadable: HashMap::default(),
         sequence: 0,
     };
-    let mut rest = layout.table();
+    let table = u64::from(slots) * ENTRY_LEN as u64;
+    let mut rest = layout.table().split_at(BlockSize::SECTOR.round_up(table)).0;
     while !rest.is_empty() {
         let (now, later) = rest.split_at(READ_AT_ONCE);
         let len = usize::try_from(now.len()).expect("a piece");
         let is_hole = is_hole(storage, now).await?;
         let bytes = match is_hole {
             true => vec![0; len],
-            false => storage.read(now.start(), Buffer::for_overwrite(len)).await?.to_vec(),
+            false => tables.read(storage, now).await?,
         };
         for bytes in bytes.chunks(ENTRY_LEN) {
             let slot = u32::try_from(found.entries.len()).expect("at most 2^28");
-            if slot >= layout.slots {
+            if slot >= slots {
                 break;
             }
             let entry = if is_hole { None } else { Entry::parse(slot, bytes, rows) };
@@ -102,7 +148,7 @@ pub(super) async fn read_entries(
             if entry.is_some() || bytes.iter().all(|byte| *byte == 0) {
                 continue;
             }
-            if !may_be_needed {
+            if !may_be_needed || tables == Tables::WhatIsLeft {
                 found.litter.insert(slot);
                 continue;
             }

@@ -415,6 +415,7 @@ impl Head for Superblocks {
             flash: options.flash,
             fills: options.fills,
             fast: options.fast,
+            salvages: options.salvages,
             tables: options.tables,
             without_base: options.without_below,
             ..OpenOptions::default()

@@ -95,6 +95,8 @@ pub struct Native {
     pub(super) tier: OnceLock<Tier>,
     /// Why there is none, although one was given.
     pub(super) tier_trouble: OnceLock<Error>,
+    /// The units that only a fast medium has and of which it says nothing complete, in order; as the image was when it was opened.
+    pub(super) missing: OnceLock<Vec<u64>>,
     /// In `linear`: blocks that the image has although their bits say that it has not.
     pub(super) filled: FilledBlocks,
     /// What was left in the image, as counted when it was last made ready to stand alone; `u64::MAX`: it was not.

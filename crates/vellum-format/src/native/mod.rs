@@ -21,7 +21,7 @@
 //! | `read`, `write` with `publish`, `zero` | requests |
 //! | `commit` with `in_use` | how the journal begins, what a transaction holds, what the engine needs |
 //! | `session` | which flash cache holds writes of an open image |
-//! | `tier` with `tier_state`, `attach_fast`, `fast_places` | which units a fast medium has copies of |
+//! | `tier` with `tier_open`, `tier_move`, `tier_session`, `tier_state`, `attach_fast`, `fast_places` | which units a fast medium has copies of |
 //! | `resize` | another size for the disk |
 //! | [`unfinished`] | what an interrupted change of several steps leaves, and what opening does about it |
 //! | [`snapshots`] | views of the disk that no longer change |
@@ -72,6 +72,7 @@ pub mod superblock;
 mod table_places;
 mod tier;
 mod tier_move;
+mod tier_open;
 mod tier_session;
 mod tier_state;
 pub mod unfinished;

@@ -68,6 +68,9 @@ pub struct OpenOptions {
     pub fills: Option<SharedDisk>,
     /// The fast medium that may have copies of units. Where the image names another one or none, it is not used.
     pub fast: Option<Arc<FastMedium>>,
+    /// Units that only the fast medium has, and that it has not, are read errors. An image that is only read is opened without
+    /// its medium, too, and with one that does not belong to it.
+    pub salvages: bool,
     /// From where tables are read, where a cache keeps them; from the image, when not given.
     pub tables: Option<CachedTables>,
 }
@@ -90,7 +93,7 @@ impl Native {
             let opened = Self::open_inner(image.clone(), below.clone(), options.clone()).await;
             let (native, found) = match opened.context(context)? {
                 Opened::Whole(native) => {
-                    return native.with_fast(options.fast.as_ref()).await.context(context);
+                    return native.with_fast(options.fast.as_ref(), options.salvages).await.context(context);
                 }
                 Opened::Unfinished(native, found) => (native, found),
             };
@@ -101,7 +104,7 @@ impl Native {
                 Then::Replay | Then::Clear | Then::Revert => {}
                 Then::Delete => {
                     let native = goes_on.expect("found in an image that was opened");
-                    return native.with_fast(options.fast.as_ref()).await.context(context);
+                    return native.with_fast(options.fast.as_ref(), options.salvages).await.context(context);
                 }
             }
         }
@@ -141,7 +144,7 @@ impl Native {
         let superblocks = Superblocks::read(&*metadata).await?;
         let superblock = &superblocks.superblock;
         may_use(image.name(), superblock.session(), options.flash)?;
-        if options.fast.is_none() {
+        if options.fast.is_none() && !(options.salvages && read_only) {
             superblock.may_do_without_fast()?;
         }
         if !read_only {
@@ -209,6 +212,7 @@ impl Native {
             flash: options.flash,
             tier: OnceLock::new(),
             tier_trouble: OnceLock::new(),
+            missing: OnceLock::new(),
             filled: Default::default(),
             ready_alone: AtomicU64::new(u64::MAX),
             open_bytes: AtomicU64::new(0),

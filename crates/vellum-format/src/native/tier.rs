@@ -28,25 +28,24 @@
 //! Left out: a record that carries a small write together with the cleared bit, which would save its flush.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use vellum_core::{
     BlockSize, Buffer, Context, Error, ErrorKind, GuestOffset, GuestSpan, ImageOffset, LocalFuture, Result,
     try_join_all,
 };
 
-use super::geometry::{Bits, Region};
+use super::geometry::Bits;
 use super::heat::Heat;
 use super::image::{Native, Origin};
 use super::publish::WORD_COST;
-use super::tier_state::{Copied, Leaving, State, Tally, Tier};
+use super::tier_state::{Copied, Ended, Leaving, Tally, Tier};
 use crate::engine::Commit as _;
-use crate::epochs::{Epochs, Inside};
+use crate::epochs::Inside;
 use crate::fast::{
-    FastMedium, Moved, OpenRow, Part, Promoted, Promotion, Reason, SLOT_BYTES, STRIP_PARTS, TierFacts, Tiers,
+    Demoted, Moved, Part, Promoted, Promotion, Reason, SLOT_BYTES, STRIP_PARTS, TierFacts, Tiers,
 };
-use crate::hash::{HashMap, HashSet};
 use crate::state::lock;
 
 /// Units that are promoted together, at most.
@@ -64,136 +63,6 @@ struct Round {
 }
 
 impl Native {
-    /// Puts the fast medium beside the image, if it is the one that the image names. The error says why not.
-    pub(super) async fn open_tier(&self, medium: &Arc<FastMedium>) -> Result<()> {
-        let (named, uuid) = {
-            let superblocks = self.superblocks.lock().await;
-            (superblocks.superblock.fast(), superblocks.superblock.uuid())
-        };
-        let Some(named) = named.filter(|named| named.id == medium.id()) else {
-            let why =
-                format!("{} is not attached to {} (`vellum tier attach`)", self.engine.name, medium.name());
-            return Err(Error::new(ErrorKind::NotFound, why));
-        };
-        let row = medium.open_row(uuid)?;
-        let last = self.find(|| self.home.word(self.places.fast_sequence())).await?;
-        let counts = named.counts && named.number.is_some_and(|number| row.counts(number, last));
-        let moved = self.moved_units().await?;
-        if !counts && !moved.is_empty() {
-            return Err(self.medium_is_wrong(medium, moved.len()));
-        }
-        self.may_take_row(medium, &row, counts)?;
-        let (mut state, mut others) = (State::default(), Vec::new());
-        if counts {
-            state.copied = self.copied_units(&row, last).await?;
-            self.note_moved(medium, &mut state, &moved)?;
-            state.lost = self.lost_units(&state.copied).await?;
-            let kept: HashSet<u32> =
-                state.copied.values().flat_map(|copied| copied.slots.iter().copied()).collect();
-            others =
-                row.parts().into_iter().map(|part| part.slot).filter(|slot| !kept.contains(slot)).collect();
-            // What this image does not count may be what another copy of it has there alone.
-            if !row.is_needed() && !self.engine.geometry.read_only {
-                row.free(&std::mem::take(&mut others));
-            }
-            if !moved.is_empty() && !row.is_needed() && !self.engine.geometry.read_only {
-                // The row was put back from a copy. If the medium fails, nothing of it is taken away in this opening.
-                drop(row.say_needed(true).await);
-            }
-        }
-        let tier = Tier {
-            row,
-            epochs: Epochs::default(),
-            listed: AtomicUsize::new(state.copied.len() + state.lost.len()),
-            state: Mutex::new(state),
-            counts: AtomicBool::new(counts),
-            begun: async_lock::Mutex::default(),
-            has_session: AtomicBool::new(false),
-            others: Mutex::new(others),
-            tally: Tally::default(),
-            heat: OnceLock::new(),
-        };
-        drop(self.tier.set(tier));
-        Ok(())
-    }
-
-    /// The units that a bit and all of their newest entries say are on the fast medium. What was promoted after the
-    /// image's last promotion is of a newer state of the image than this one, which was copied while it was in use.
-    async fn copied_units(&self, row: &OpenRow, last: u64) -> Result<HashMap<u64, Copied>> {
-        let unit_bytes = self.unit().map_or(0, BlockSize::bytes);
-        let parts_of_unit = usize::try_from(unit_bytes / SLOT_BYTES).expect("at most 32");
-        let mut newest: HashMap<u64, Vec<Part>> = HashMap::default();
-        for part in row.parts() {
-            let parts = newest.entry(part.unit).or_default();
-            match parts.first().map_or(0, |one| one.sequence).cmp(&part.sequence) {
-                std::cmp::Ordering::Less => *parts = vec![part],
-                std::cmp::Ordering::Equal => parts.push(part),
-                std::cmp::Ordering::Greater => {}
-            }
-        }
-        let mut copied = HashMap::default();
-        for (unit, mut parts) in newest {
-            let bit = self.places.fast_bit(unit).filter(|_| unit < self.places.shape().units());
-            let Some(bit) = bit else { continue };
-            parts.sort_unstable_by_key(|part| part.part);
-            let is_complete =
-                parts.len() == parts_of_unit && (0..).zip(&parts).all(|(number, part)| part.part == number);
-            let is_ours = parts.first().is_some_and(|part| part.sequence <= last);
-            if is_complete && is_ours && self.find(|| self.home.get(bit)).await? == 1 {
-                let slots = parts.iter().map(|part| part.slot).collect();
-                copied.insert(unit, Copied { slots, reason: parts[0].reason, is_moved: false });
-            }
-        }
-        Ok(copied)
-    }
-
-    /// The units whose bit is set and that are not among these.
-    async fn lost_units(&self, copied: &HashMap<u64, Copied>) -> Result<HashSet<u64>> {
-        let region = self.places.region(Region::Fast);
-        let mut lost = HashSet::default();
-        let mut page = region.start();
-        while page < region.end() {
-            self.find(|| self.home.word(page)).await?;
-            for at in (0..512).map(|word| page + word * 8) {
-                if self.home.word(at).is_ok_and(|word| word == 0) {
-                    continue;
-                }
-                // The first word is no bits.
-                let end = (at - region.start()) / 8 * 64;
-                for unit in end.saturating_sub(64)..end.min(self.places.shape().units()) {
-                    let bit = self.places.fast_bit(unit).expect("it is in the region");
-                    if !copied.contains_key(&unit) && self.find(|| self.home.get(bit)).await? == 1 {
-                        lost.insert(unit);
-                    }
-                }
-            }
-            page += 4096;
-        }
-        Ok(lost)
-    }
-
-    /// Puts the fast medium beside the image, if it can be used. An image that names another one, or none, is open without.
-    ///
-    /// # Errors
-    /// Why it cannot be used, for an image that needs it.
-    pub(super) async fn with_fast(self: Arc<Self>, medium: Option<&Arc<FastMedium>>) -> Result<Arc<Self>> {
-        // A snapshot is read from the slow medium: the bits are about the disk.
-        if let Some(medium) = medium.filter(|_| self.view.is_none())
-            && let Err(error) = self.open_tier(medium).await
-        {
-            if self.superblocks.lock().await.superblock.has_moved {
-                return Err(error);
-            }
-            drop(self.tier_trouble.set(error));
-        }
-        Ok(self)
-    }
-
-    /// Whether a fast medium was given to it, whether or not it can be used.
-    pub(super) fn has_fast(&self) -> bool {
-        self.tier.get().is_some() || self.tier_trouble.get().is_some()
-    }
-
     /// Waits until no promotion is under way. The image is closed, so none begins. If all moved units have come back, it does
     /// not need its medium any more.
     pub(super) async fn end_promoting(&self) -> Result<()> {
@@ -227,14 +96,15 @@ impl Native {
         let inside = tier.epochs.enter();
         tier.note_change(self.units_of_span(span));
         if tier.listed.load(SeqCst) > 0 && !span.is_empty() {
-            self.end_copies(tier, self.units_of_span(span)).await?;
+            let ended = self.end_copies(tier, self.units_of_span(span)).await?;
+            ended.why.map_or(Ok(()), Err)?;
         }
         Ok(inside)
     }
 
-    /// From when this returns, neither a mark nor a bit of these units is left, in memory or on the medium. Returns how
-    /// many the fast medium had.
-    pub(super) async fn end_copies(&self, tier: &Tier, range: Range<u64>) -> Result<u64> {
+    /// From when this returns, neither a mark nor a bit of these units is left, in memory or on the medium. Those that only the
+    /// fast medium has and that it does not give are told, and are as they were; they do not keep the others there.
+    pub(super) async fn end_copies(&self, tier: &Tier, range: Range<u64>) -> Result<Ended> {
         let (copied, lost) = tier.with(|state| {
             for unit in Tier::within(&range, state.marks.iter(), |unit| state.marks.contains(unit)) {
                 state.marks.remove(&unit);
@@ -244,13 +114,18 @@ impl Native {
         });
         self.clear_bits(tier, &copied).await?;
         // Those that were not cleared: the image has nothing of them.
+        let mut ended = Ended::default();
         for unit in &copied {
-            self.bring_back(tier, *unit).await?;
+            if let Some(error) = self.bring_back(tier, *unit).await? {
+                ended.left.push(*unit);
+                ended.why.get_or_insert(error);
+            }
         }
         self.clear_bits(tier, &lost).await?;
         self.end_clearing(tier, |unit| range.contains(&unit)).await?;
-        tier.tally.demoted.fetch_add(copied.len() as u64, SeqCst);
-        Ok(copied.len() as u64)
+        ended.units = (copied.len() - ended.left.len()) as u64;
+        tier.tally.demoted.fetch_add(ended.units, SeqCst);
+        Ok(ended)
     }
 
     /// Makes the clears of these units durable, if they are not.
@@ -439,7 +314,8 @@ impl Native {
         promotion: &Promotion,
         done: &mut Promoted,
     ) -> Result<bool> {
-        if tier.with(|state| state.copied.contains_key(&unit)) {
+        let is_missing = self.missing_units().binary_search(&unit).is_ok();
+        if is_missing || tier.with(|state| state.copied.contains_key(&unit)) {
             done.there += 1;
             return Ok(false);
         }
@@ -637,21 +513,27 @@ impl Tiers for Native {
         })
     }
 
-    fn demote<'a>(&'a self, ranges: &'a [GuestSpan]) -> LocalFuture<'a, Result<u64>> {
+    fn demote<'a>(&'a self, ranges: &'a [GuestSpan]) -> LocalFuture<'a, Result<Demoted>> {
         Box::pin(async move {
             let tier = self.used_tier()?;
             let disk = GuestOffset::ZERO.span(self.engine.geometry.size);
-            let mut count = 0;
+            let (mut done, mut left) = (Demoted::default(), Vec::new());
             for range in ranges {
                 let range = self.engine.check_change(Some(range.intersect(disk)))?;
                 // A promotion waits for this as for a writer. Otherwise a unit could be promoted and written while this still
                 // waits, which would then take the clear of that write for durable.
                 let _inside = tier.epochs.enter();
-                count += self.end_copies(tier, self.units_of_span(range)).await?;
+                let units = self.units_of_span(range);
+                let ended = self.end_copies(tier, units.clone()).await?;
+                done.units += ended.units;
+                left.extend(ended.left);
+                left.extend(self.missing_units().iter().filter(|unit| units.contains(unit)));
+                done.why = done.why.or(ended.why);
             }
             self.end_moving(tier).await?;
             tier.free_slots();
-            Ok(count)
+            done.left = self.spans_of_units(left);
+            Ok(done)
         })
     }
 
@@ -663,12 +545,21 @@ impl Tiers for Native {
         })
     }
 
+    fn missing(&self) -> Vec<GuestSpan> {
+        self.spans_of_units(self.missing_units().to_vec())
+    }
+
+    fn look_for_lost<'a>(&'a self) -> LocalFuture<'a, Result<(u64, Vec<GuestSpan>)>> {
+        Box::pin(self.find_lost())
+    }
+
     fn facts(&self) -> TierFacts {
         let unit_bytes = self.unit().map_or(0, BlockSize::bytes);
         let Some(tier) = self.tier.get() else {
             return TierFacts {
                 trouble: self.tier_trouble.get().cloned(),
                 unit_bytes,
+                missing: self.missing_units().len() as u64,
                 ..TierFacts::default()
             };
         };
@@ -677,6 +568,7 @@ impl Tiers for Native {
             unit_bytes,
             used: tier.row.used(),
             budget: tier.row.budget(),
+            missing: self.missing_units().len() as u64,
             ..TierFacts::default()
         };
         facts.disk_units = self.places.shape().units();

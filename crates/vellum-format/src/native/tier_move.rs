@@ -95,27 +95,70 @@ impl Native {
         ))
     }
 
-    /// Notes, in an opening, which of the copied units only the fast medium has.
-    pub(super) fn note_moved(&self, medium: &FastMedium, state: &mut State, moved: &[u64]) -> Result<()> {
-        let mut missing = 0;
+    /// Notes, in an opening, which of the copied units only the fast medium has. Returns those that it should have and has not.
+    pub(super) fn note_moved(
+        &self,
+        medium: &FastMedium,
+        state: &mut State,
+        moved: &[u64],
+        salvages: bool,
+    ) -> Result<Vec<u64>> {
+        let mut missing = Vec::new();
         for unit in moved {
             match state.copied.get_mut(unit) {
                 Some(copied) => copied.is_moved = true,
-                None => missing += 1,
+                None => missing.push(*unit),
             }
         }
-        if missing == 0 || self.engine.geometry.read_only {
-            return Ok(());
+        if missing.is_empty() || self.engine.geometry.read_only || salvages {
+            return Ok(missing);
         }
         Err(Error::new(
             ErrorKind::Changed,
             format!(
-                "{missing} of {} units that are on the fast medium alone are not on {}: its table is damaged, or one of the two \
-                 was put back from a copy. What is left can be read: open it read-only",
+                "{} of {} units that are on the fast medium alone are not on {}: its table is damaged, or one of the two was put                  back from a copy. What is left can be read (read-only) and copied (`vellum convert --salvage`), or brought back                  (`vellum tier move --back`)",
+                missing.len(),
                 moved.len(),
                 medium.name()
             ),
         ))
+    }
+
+    /// The units that only the fast medium has, and that it has not.
+    pub(super) fn missing_units(&self) -> &[u64] {
+        self.missing.get().map_or(&[], Vec::as_slice)
+    }
+
+    /// Reads the units that only the fast medium has, one after the other. How many there are, and what is lost of them.
+    pub(super) async fn find_lost(&self) -> Result<(u64, Vec<GuestSpan>)> {
+        let mut lost = self.missing_units().to_vec();
+        let mut count = lost.len() as u64;
+        if let Some(tier) = self.tier.get() {
+            let _inside = tier.epochs.enter();
+            let len = usize::try_from(self.unit().map_or(0, BlockSize::bytes)).expect("a unit");
+            for unit in self.moved_units().await? {
+                let Some(slots) = slots_if_moved(&lock(&tier.state), unit) else { continue };
+                count += 1;
+                if tier.row.read(&slots, 0, Buffer::for_overwrite(len)).await.is_err() {
+                    lost.push(unit);
+                }
+            }
+        }
+        Ok((count, self.spans_of_units(lost)))
+    }
+
+    /// What the disk has of these units, neighbours together.
+    pub(super) fn spans_of_units(&self, mut units: Vec<u64>) -> Vec<GuestSpan> {
+        units.sort_unstable();
+        units.dedup();
+        let mut spans: Vec<GuestSpan> = Vec::new();
+        for span in units.into_iter().map(|unit| self.span_of_unit(unit)) {
+            match spans.last_mut().filter(|last| last.end() == span.start()) {
+                Some(last) => *last = GuestSpan::between(last.start(), span.end()),
+                None => spans.push(span),
+            }
+        }
+        spans
     }
 
     /// The error for a part of the disk that is on a fast medium alone, and was not read from there.
@@ -199,7 +242,7 @@ impl Native {
                         let moved = self.move_unit(tier, unit, &mut done).await;
                         if moved.as_ref().is_err_and(|error| error.kind() == ErrorKind::Corrupt) {
                             // No promotion is under way. Guests read the image again.
-                            self.end_copies(tier, unit..unit + 1).await?;
+                            drop(self.end_copies(tier, unit..unit + 1).await?);
                         }
                         moved?;
                         self.engine.state.check_open()?;
@@ -306,12 +349,14 @@ impl Native {
         Ok(())
     }
 
-    /// Copies a unit back that only the fast medium has, and clears its bit, in the open transaction. Whether it was one.
-    pub(super) async fn bring_back(&self, tier: &Tier, unit: u64) -> Result<bool> {
+    /// Copies a unit back, if only the fast medium has it, and clears its bit, in the open transaction. The error of a unit that
+    /// the medium does not give is no error of this: nothing has changed then, and others can be copied back.
+    pub(super) async fn bring_back(&self, tier: &Tier, unit: u64) -> Result<Option<Error>> {
+        let context = || format!("{}: can't copy a unit back from its fast medium", self.engine.name);
         let mut rounds = 0;
         loop {
             if slots_if_moved(&lock(&tier.state), unit).is_none() {
-                return Ok(false);
+                return Ok(None);
             }
             let given = self.units().given();
             self.begin_journal().await?;
@@ -325,20 +370,25 @@ impl Native {
                     }
                 }
                 brought => {
-                    return brought.context(|| {
-                        format!("{}: can't copy a unit back from its fast medium", self.engine.name)
-                    });
+                    return brought
+                        .context(context)
+                        .map(|unread| unread.map(|error| error.context(context())));
                 }
             }
         }
     }
 
-    async fn bring_claimed(&self, tier: &Tier, unit: u64) -> Result<bool> {
-        let Some(slots) = slots_if_moved(&lock(&tier.state), unit) else { return Ok(false) };
+    async fn bring_claimed(&self, tier: &Tier, unit: u64) -> Result<Option<Error>> {
+        let Some(slots) = slots_if_moved(&lock(&tier.state), unit) else { return Ok(None) };
         let len = usize::try_from(self.unit().map_or(0, BlockSize::bytes)).expect("a unit");
         let read = tier.row.read(&slots, 0, Buffer::for_overwrite(len)).await;
         tier.tally.note_lost(&read);
-        let bytes = read?.to_vec();
+        let bytes = match read {
+            Ok(read) => read.to_vec(),
+            Err(error) => {
+                return Ok(Some(error.context(self.out_of_reach_text(self.span_of_unit(unit).start()))));
+            }
+        };
         let (entry, bit) = (self.places.entry(unit), self.places.fast_bit(unit).expect("it is copied"));
         self.find(|| self.home.get(bit)).await?;
         self.reserve(&[entry.word, bit.word]).await?;
@@ -348,7 +398,7 @@ impl Native {
         if entered.is_err() {
             self.give_up(fresh);
         }
-        entered.map(|()| true)
+        entered.map(|()| None)
     }
 
     async fn enter_back(&self, tier: &Tier, unit: u64, bytes: Vec<u8>, fresh: u32) -> Result<()> {
@@ -381,7 +431,8 @@ impl Native {
             return Ok(());
         }
         let _none_begins = tier.begun.lock().await;
-        if tier.with(|state| state.copied.values().any(|copied| copied.is_moved)) {
+        let is_left = tier.with(|state| state.copied.values().any(|copied| copied.is_moved));
+        if is_left || !self.missing_units().is_empty() {
             return Ok(());
         }
         self.end_clearing(tier, |_| true).await?;

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use vellum_core::{BlockSize, GuestSpan, Result};
+use vellum_core::{BlockSize, Error, GuestSpan, Result};
 
 use crate::epochs::Epochs;
 use crate::fast::{OpenRow, Reason};
@@ -65,6 +65,17 @@ impl Tally {
         numbers[0].fetch_add(1, SeqCst);
         numbers[1].fetch_add(bytes, SeqCst);
     }
+}
+
+/// What became of units whose copies were to end.
+#[derive(Default)]
+pub(super) struct Ended {
+    /// So many are no copies any more.
+    pub(super) units: u64,
+    /// Those that only the fast medium has, and that could not be read there.
+    pub(super) left: Vec<u64>,
+    /// Why the first of them could not be.
+    pub(super) why: Option<Error>,
 }
 
 /// What an opening has begun with its fast medium.

@@ -167,7 +167,7 @@ fn a_budget_is_kept_and_slots_come_back() {
             let done = promote(&disk, 2).await?;
             ensure(done.units == 1, format!("the slot of the unit that was written is free: {done:?}"))?;
             ensure(disk.facts().used == 2 * UNIT, "both slots are taken")?;
-            ensure(disk.demote(&[unit_span(2)]).await.map_err(chain)? == 1, "it is taken back")?;
+            ensure(disk.demote(&[unit_span(2)]).await.map_err(chain)?.units == 1, "it is taken back")?;
             disk.close().await.map_err(chain)?;
             drop(disk);
             ensure(medium.forget([7; 16], false).await.map_err(chain)?, "the row is there")?;

@@ -101,7 +101,7 @@ pub(crate) fn what_is_moved_is_read_written_and_brought_back() -> Trial {
         let disk = both.open(3).await?;
         ensure(disk.facts().moved == 1, "two of them were changed")?;
         reads(&disk, 2, 0, "where zeros were written").await?;
-        ensure(disk.demote(&[all]).await.map_err(chain)? == 1, "one was there")?;
+        ensure(disk.demote(&[all]).await.map_err(chain)?.units == 1, "one was there")?;
         disk.close().await.map_err(chain)?;
         drop(disk);
         is_sound(&both.image).await?;
@@ -282,7 +282,7 @@ pub(crate) fn a_copy_that_is_not_the_same_is_not_the_only_one() -> Trial {
         let damaged = Drive::from_content(&both.world, content, DriveOptions::default());
         let disk = open_with(&both, &both.image, Some(&damaged), false).await.map_err(chain)?;
         is_refused("moved", disk.move_away(&[unit_span(0)]).await, ErrorKind::Corrupt)?;
-        ensure(disk.demote(&[unit_span(0)]).await.map_err(chain)? == 0, "it was taken away")?;
+        ensure(disk.demote(&[unit_span(0)]).await.map_err(chain)?.units == 0, "it was taken away")?;
         ensure(disk.facts().units == 0, "it is read from the image")?;
         disk.close().await.map_err(chain)?;
         drop(disk);

@@ -271,7 +271,7 @@ pub(crate) fn an_earlier_promotion_does_not_come_back() -> Trial {
         }
         // The next promotion takes the first slot that is free, which is not the one that the unit had.
         put(&disk, 0, 2).await?;
-        ensure(disk.demote(&[unit_span(1)]).await.map_err(chain)? == 1, "it was there")?;
+        ensure(disk.demote(&[unit_span(1)]).await.map_err(chain)?.units == 1, "it was there")?;
         promote(&disk, 0).await?;
         disk.close().await.map_err(chain)?;
         drop(disk);
@@ -361,7 +361,10 @@ pub(crate) fn a_unit_that_was_written_while_its_entry_was_lost_stays_written() -
                     get(&disk, 0).await?
                 }
                 _ => {
-                    ensure(disk.demote(&[unit_span(0)]).await.map_err(chain)? == 0, "it was not there")?;
+                    ensure(
+                        disk.demote(&[unit_span(0)]).await.map_err(chain)?.units == 0,
+                        "it was not there",
+                    )?;
                     1
                 }
             };

@@ -211,7 +211,8 @@ impl Below {
         };
         let is_one_file = |member: &Member| member.data_file.is_none() && member.parts.is_empty();
         let identities: Option<Vec<Identity>> = places.into_iter().collect();
-        let is_shared = options.templates.is_some() && members.iter().all(is_one_file);
+        // Others are to be refused where this one has read errors.
+        let is_shared = options.templates.is_some() && !options.salvages && members.iter().all(is_one_file);
         let identities = identities.filter(|_| is_shared);
         let users = Mutex::new(1);
         Ok(Arc::new(Self {

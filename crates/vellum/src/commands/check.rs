@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use clap::ValueEnum;
 use serde_json::json;
 use vellum_core::Error;
-use vellum_daemon::closed::{Checked, check};
+use vellum_daemon::closed::{Checked, MovedFound, check};
 use vellum_daemon::{CheckReport, FormatKind, IoMode, Repair, Session, run as run_worker};
 
 use super::{Outcome, or_share, with_code};
@@ -27,6 +27,11 @@ pub(crate) struct Args {
     /// Repair errors of this kind
     #[arg(short, long, value_enum, value_name = "WHAT")]
     repair: Option<What>,
+    /// The fast medium of the image: also look there for what it alone has (`vellum tier move`)
+    ///
+    /// What is lost is listed, and counts as an error of the image.
+    #[arg(long, value_name = "PATH", conflicts_with = "repair")]
+    fast: Option<PathBuf>,
     /// Print nothing but errors
     #[arg(short, long)]
     quiet: bool,
@@ -56,8 +61,9 @@ pub(crate) fn run(args: &Args) -> Outcome {
         Some(What::All) => Repair::All,
     };
     let (file, options) = args.read.open(&args.file).map_err(with_code(1))?;
-    let result = run_worker(IoMode::Auto, async || check(&file, &options, repair).await)?;
-    let Checked { format, report, lines, session } =
+    let result =
+        run_worker(IoMode::Auto, async || check(&file, &options, args.fast.as_deref(), repair).await)?;
+    let Checked { format, report, lines, session, moved } =
         result.map_err(with_code(CANNOT_CHECK)).map_err(|failure| match args.repair {
             None => or_share(failure),
             Some(_) => failure,
@@ -74,6 +80,14 @@ pub(crate) fn run(args: &Args) -> Outcome {
             let mut answer = answer(args, format, &report);
             if let Some(session) = session.filter(Session::holds_writes) {
                 answer["behind-flash-cache"] = json!(session.cache.to_string());
+            }
+            if let Some(MovedFound { units, unit_bytes, lost_bytes }) = moved {
+                answer["moved-units"] = json!(units);
+                answer["moved-bytes"] = json!(units * unit_bytes);
+                if let Some(lost) = lost_bytes {
+                    answer["lost-units"] = json!(lost.div_ceil(unit_bytes));
+                    answer["lost-bytes"] = json!(lost);
+                }
             }
             say_json(&answer);
         }

@@ -10,6 +10,7 @@ use vellum_core::{Error, ErrorKind, Result};
 use vellum_daemon::bitmaps::copies_of;
 use vellum_daemon::convert::{self, Conversion, ConvertCompression, Step, same_file};
 use vellum_daemon::signals::Stop;
+use vellum_daemon::tier::medium_to_read;
 use vellum_daemon::{Encrypted, FormatKind, ImageOptions, IoMode, open_image, run as run_worker};
 
 use super::{Failure, Outcome, or_share, with_code};
@@ -66,8 +67,13 @@ pub(crate) struct Args {
     #[arg(short, long, value_name = "SIZE", value_parser = parse_rate)]
     rate: Option<u64>,
     /// Copy what can be read; what cannot is zero in the copy, with a warning
+    ///
+    /// Also copies a disk whose fast medium is lost or damaged (`vellum tier move`).
     #[arg(long)]
     salvage: bool,
+    /// The fast medium of the source, where it alone has parts of the disk (`vellum tier move`)
+    #[arg(long, value_name = "PATH", conflicts_with = "snapshot")]
+    fast: Option<PathBuf>,
     /// The source is a list of options in the words of QEMU, such as driver=qcow2,file.filename=a.qcow2
     #[arg(long, conflicts_with = "format")]
     image_opts: bool,
@@ -234,6 +240,8 @@ async fn convert(args: &Args, [source_is, target_is]: [Option<Encrypted>; 2]) ->
         direct: args.is_direct(),
         allow_dirs: args.allow.places(),
         remote_timeout: args.allow.remote_timeout,
+        fast: medium_to_read(args.fast.as_deref(), args.salvage).await?,
+        salvages: args.salvage,
         ..ImageOptions::reading()
     };
     let source = match stop.or_stopped(open_image(&args.source, &options)).await {

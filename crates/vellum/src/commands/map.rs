@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use vellum_core::Error;
 use vellum_daemon::map::map;
+use vellum_daemon::tier::medium_to_read;
 use vellum_daemon::{ImageOptions, IoMode, run as run_worker};
 
 use super::{Outcome, or_share};
@@ -25,6 +26,12 @@ pub(crate) struct Args {
     /// Show at most this many bytes (k, M, G or T as above). Default: up to the end of the disk
     #[arg(short = 'l', long, value_name = "SIZE", value_parser = parse_size)]
     max_length: Option<u64>,
+    /// The fast medium of the image, where it alone has parts of the disk (`vellum tier move`)
+    #[arg(long, value_name = "PATH", conflicts_with = "snapshot")]
+    fast: Option<PathBuf>,
+    /// Also map a disk whose fast medium is lost or damaged; what it alone had is shown as lost
+    #[arg(long, conflicts_with = "snapshot")]
+    salvage: bool,
     /// Map this internal snapshot of the image, given by ID or name
     #[arg(long, value_name = "NAME")]
     snapshot: Option<String>,
@@ -35,8 +42,11 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: &Args) -> Outcome {
     let (file, options) = args.read.open(&args.file)?;
-    let options = ImageOptions { snapshot: args.snapshot.clone(), ..options };
-    let look = async || map(&file, &options, args.start_offset, args.max_length).await;
+    let options = ImageOptions { snapshot: args.snapshot.clone(), salvages: args.salvage, ..options };
+    let look = async || {
+        let fast = medium_to_read(args.fast.as_deref(), args.salvage).await?;
+        map(&file, &ImageOptions { fast, ..options.clone() }, args.start_offset, args.max_length).await
+    };
     let rows = run_worker(IoMode::Auto, look)?.map_err(or_share)?;
     match args.output {
         OutputFormat::Json => {
@@ -51,16 +61,21 @@ pub(crate) fn run(args: &Args) -> Outcome {
             say_piece(std::str::from_utf8(&text).expect("JSON is text"));
         }
         OutputFormat::Human => {
-            let cannot =
-                "part of the disk is compressed or encrypted and has no offset to show: use --output json";
-            if rows.iter().any(|row| row.compressed || (row.data && row.offset.is_none())) {
+            let cannot = "part of the disk is compressed, encrypted or on a fast medium alone, and has no offset to show: use \
+                          --output json";
+            if rows.iter().any(|row| !row.lost && (row.compressed || (row.data && row.offset.is_none()))) {
                 return Err(Error::unsupported(cannot).into());
             }
             say(&format!("{:<15} {:<15} {:<15} File", "Offset", "Length", "Mapped to"));
             for row in rows.iter().filter(|row| row.data) {
+                let (start, length) = (hex(row.start), hex(row.length));
+                if row.lost {
+                    say(&format!("{start:<15} {length:<15} {:<15} (only its fast medium had it)", "lost"));
+                    continue;
+                }
                 let offset = row.offset.expect("data has a place where nothing is compressed or encrypted");
                 let file = printable(row.file.as_deref().unwrap_or_default());
-                say(&format!("{:<15} {:<15} {:<15} {file}", hex(row.start), hex(row.length), hex(offset)));
+                say(&format!("{start:<15} {length:<15} {:<15} {file}", hex(offset)));
             }
         }
     }

@@ -620,6 +620,7 @@ pub(crate) fn run(mut args: Args) -> Outcome {
         format,
         read_only: args.read_only || args.snapshot.is_some(),
         force_share: args.force_share,
+        salvages: args.disk.salvage,
         direct: args.direct,
         snapshot: args.snapshot.clone(),
         without_backing: false,

@@ -13,7 +13,7 @@ use vellum_daemon::tier::{self, FastFor, Ranges, facts_json};
 use vellum_daemon::{ImageOptions, IoMode, run as run_worker};
 
 use super::Outcome;
-use super::tier_disk::{OfDisk, WithFast, in_use, options_of, say_moved, say_units};
+use super::tier_disk::{OfDisk, WithFast, code_for_left, in_use, options_of, say_moved, say_units};
 use super::tier_files::{self, PinArgs, UnpinArgs};
 use crate::args::{AllowArgs, OutputFormat, parse_size};
 use crate::output::{human_bytes, printable, say, say_json, table};
@@ -386,6 +386,13 @@ fn status_text(name: &str, answer: &Value) -> String {
                 number("moved")
             ));
         }
+        if number("missing") > 0 {
+            lines.push(format!(
+                "{} units ({}) should be there alone, and are not: they are lost, unless the medium can be mended",
+                number("missing"),
+                human_bytes(number("missing") * unit)
+            ));
+        }
         for (reason, count) in answer["units-by-reason"].as_object().into_iter().flatten() {
             if count.as_u64().is_some_and(|count| count > 0) {
                 lines.push(format!("  {reason}: {count}"));
@@ -489,16 +496,16 @@ fn take_back(range: &[(u64, u64)], with: &WithFast) -> Outcome {
         Some(answer) => answer,
         None => {
             let (image, fast, options) = with.closed();
-            let units =
+            let done =
                 run_worker(IoMode::Auto, async || tier::demote(&image, &fast, &ranges, &options).await)?;
-            json!({ "demoted": units.map_err(in_use)? })
+            json!(done.map_err(in_use)?)
         }
     };
     if !with.says_json(&answer) {
         let units = answer["demoted"].as_u64().unwrap_or_default();
         say(&format!("{units} units are read from the image again"));
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(code_for_left(&answer))
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! The disk of a `vellum tier` command, closed or served, and what became of its units.
 
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 use serde_json::Value;
 use vellum_core::Error;
@@ -9,7 +10,7 @@ use vellum_daemon::{ImageOptions, IoMode, run as run_worker};
 
 use super::{Failure, if_locked};
 use crate::args::{AllowArgs, OutputFormat};
-use crate::output::{human_bytes, say, say_json};
+use crate::output::{complain, human_bytes, say, say_json};
 
 /// The disk: a closed image, or one of a running server.
 #[derive(clap::Args)]
@@ -76,6 +77,28 @@ pub(super) fn options_of(allow: &AllowArgs) -> ImageOptions {
         remote_timeout: allow.remote_timeout,
         ..ImageOptions::default()
     }
+}
+
+/// Complains of what could not be taken back, and says how the command ends.
+pub(super) fn code_for_left(answer: &Value) -> ExitCode {
+    let bytes = answer["left-bytes"].as_u64().unwrap_or_default();
+    if bytes == 0 {
+        return ExitCode::SUCCESS;
+    }
+    let why = answer["why"].as_str().map(|why| format!(" ({why})")).unwrap_or_default();
+    complain(&format!(
+        "vellum tier: {bytes} bytes of the disk are on the fast medium alone still, which does not give them{why}:"
+    ));
+    let parts = answer["left"].as_array().map(Vec::as_slice).unwrap_or_default();
+    let number = |part: &Value, at: usize| part[at].as_u64().unwrap_or_default();
+    for part in parts {
+        complain(&format!("  {} bytes at {}", number(part, 1), number(part, 0)));
+    }
+    if parts.iter().map(|part| number(part, 1)).sum::<u64>() < bytes {
+        complain("  and more");
+    }
+    complain("what can be read of the disk is copied by `vellum convert --salvage --fast PATH`");
+    ExitCode::FAILURE
 }
 
 /// What became of units that were to be moved.

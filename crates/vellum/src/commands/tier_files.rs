@@ -8,7 +8,7 @@ use vellum_daemon::pins::{self, FileTimes, Pin, PinChange};
 use vellum_daemon::{IoMode, run as run_worker};
 
 use super::Outcome;
-use super::tier_disk::{WithFast, in_use, say_units};
+use super::tier_disk::{WithFast, code_for_left, in_use, say_units};
 use crate::output::{human_bytes, say};
 
 /// Keep files of the guest on the fast medium
@@ -77,7 +77,7 @@ fn change(change: PinChange, with: &WithFast) -> Outcome {
             say(&format!("not there now: {missing}"));
         }
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(code_for_left(&answer))
 }
 
 pub(super) fn promote_by_times(times: FileTimes, with: &WithFast) -> Outcome {

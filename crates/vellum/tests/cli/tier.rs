@@ -15,7 +15,7 @@ use crate::requires;
 const SIZE: usize = 8 * MIB;
 
 /// An image with data, attached to a new fast medium.
-fn attached(dir: &Dir) -> (String, String, Vec<u8>) {
+pub(super) fn attached(dir: &Dir) -> (String, String, Vec<u8>) {
     let (raw, image, fast) = (dir.text("disk.raw"), dir.text("disk.vlm"), dir.text("fast"));
     let mut bytes = noise(SIZE, 3);
     bytes[4 * MIB..5 * MIB].fill(0);
@@ -27,11 +27,11 @@ fn attached(dir: &Dir) -> (String, String, Vec<u8>) {
     (image, fast, bytes)
 }
 
-fn status(arguments: &[&str]) -> Value {
+pub(super) fn status(arguments: &[&str]) -> Value {
     vellum(&[&["tier", "status", "--output", "json"], arguments].concat()).json()
 }
 
-fn same(found: &[u8], expected: &[u8], when: &str) {
+pub(super) fn same(found: &[u8], expected: &[u8], when: &str) {
     assert_eq!(first_difference(found, expected), None, "{when}");
 }
 

@@ -91,6 +91,34 @@ fn a_cache_that_is_cut_sends_no_zeros_home() {
     same(&alone(&dir, &image), &model, "the image without what was cut off");
 }
 
+/// A cache was cut, and its last slot was written before a server that was killed noticed: it is as long as its slots. The next server
+/// knows it by the end that is never written.
+#[test]
+fn a_cache_that_was_cut_and_has_grown_again_is_not_opened() {
+    let dir = Dir::new("flash-grown");
+    let cache = made_cache(&dir, "64M");
+    let (image, model) = KINDS[1].make(&dir, 16 << 20);
+    let served = Server::start(&[&image, "--flash", &cache, "--flash-keep"]);
+    let mut client = Client::connect(&served.peer(), "").expect("it is served");
+    client.write(0, &noise(4 << 20, 1), 0).expect("written");
+    client.flush().expect("durable");
+    client.disconnect();
+    served.stop();
+    let file = std::fs::OpenOptions::new().write(true).open(&cache).expect("the cache");
+    let len = file.metadata().expect("its length").len();
+    file.set_len(2 << 20).expect("it is cut");
+    file.set_len(len - 4096).expect("it has grown again");
+    let place = Dir::short();
+    let socket = format!("unix:{}", place.text("s"));
+    let serve = vellum(&["serve", "--nbd", &socket, "--flash", &cache, &image]);
+    is_refused(&serve, &["cache", "was cut off", "flash forget"]);
+    vellum(&["flash", "forget", &image]).answer();
+    same(&alone(&dir, &image), &model, "the image without what was cut off");
+    // One that was made and never used has nothing to lose.
+    vellum(&["flash", "create", "-q", "--force", &cache, "64M"]).answer();
+    Server::start(&[&image, "--flash", &cache]).stop();
+}
+
 /// The file of the cache is removed: what it has would be gone when the server ends.
 #[test]
 fn a_cache_without_a_name_completes_its_images() {

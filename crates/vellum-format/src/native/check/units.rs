@@ -101,6 +101,7 @@ impl Walk<'_> {
 
     /// Looks at the bit of a unit that only the fast medium has.
     async fn moved(&mut self, index: u64) {
+        self.report.moved_units += 1;
         let Some(bit) = self.places.fast_bit(index) else {
             return self
                 .error(|| format!("table (home): unit {index} of the disk is moved, and can have no copy"));

@@ -86,6 +86,7 @@ impl Native {
             flash: None,
             tier: OnceLock::new(),
             tier_trouble: OnceLock::new(),
+            missing: OnceLock::new(),
             filled: Default::default(),
             ready_alone: AtomicU64::new(u64::MAX),
             open_bytes: AtomicU64::new(0),

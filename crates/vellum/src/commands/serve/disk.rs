@@ -41,6 +41,12 @@ pub(crate) struct DiskArgs {
     /// The file is in TMPDIR (default /var/tmp). It has no name once the server is ready.
     #[arg(long, requires = "image", conflicts_with_all = ["export", "control", "snapshot", "read_only", "prefetch", "copy_on_read", "flash", "fast"], help_heading = IMAGES)]
     temporary: bool,
+    /// With --read-only: serve images although their fast medium is lost or damaged
+    ///
+    /// What the medium alone had (`vellum tier move`) is an I/O error, and everything else is read. Of a medium that is given with
+    /// --fast, what is left is used.
+    #[arg(long, requires = "read_only", help_heading = IMAGES)]
+    pub(super) salvage: bool,
     /// Do not start unless IMAGE has the dirty bitmap NAME; may be given several times
     ///
     /// NBD clients see every bitmap that can be relied on as qemu:dirty-bitmap:NAME, whether it is named here or not.

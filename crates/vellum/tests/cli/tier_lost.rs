@@ -1,0 +1,186 @@
+//! A disk of which a fast medium alone has parts, when that medium is lost, damaged or not given, through the program: what is left is
+//! read, copied and brought back, and what is lost is told.
+
+use super::support::client::Client;
+use super::support::dir::Dir;
+use super::support::noise;
+use super::support::program::vellum;
+use super::support::server::Server;
+use super::tier::{attached, same, status};
+use super::{MIB, refused};
+
+/// The size of a unit, and of a slot of the medium.
+const UNIT: usize = 64 << 10;
+/// Where the medium has its entries, of 32 bytes, and where its slots begin.
+const ENTRIES_AT: usize = 520 << 10;
+const SLOTS_AT: u64 = 576 << 10;
+
+/// As [`attached`]; the first mebibyte is in the slots from 0 on alone.
+fn moved(dir: &Dir) -> (String, String, Vec<u8>) {
+    let (image, fast, bytes) = attached(dir);
+    vellum(&["tier", "move", "--fast", &fast, "--range", "0+1M", &image]).answer();
+    (image, fast, bytes)
+}
+
+/// The copy of a disk, and what was said of it.
+fn salvaged(dir: &Dir, image: &str, more: &[&str]) -> (Vec<u8>, String) {
+    let copy = dir.text("salvaged.raw");
+    let ran = vellum(&[&["convert", "--salvage", "-O", "raw"], more, &[image, &copy]].concat());
+    assert_eq!(ran.code, 0, "{ran:?}");
+    (std::fs::read(&copy).expect("a copy"), ran.err)
+}
+
+#[test]
+fn without_its_medium_a_disk_is_salvaged() {
+    let dir = Dir::new("tier-salvage");
+    let (image, fast, mut bytes) = moved(&dir);
+    let raw = dir.text("copy.raw");
+    // With its medium a closed image is copied and mapped as any.
+    vellum(&["convert", "-q", "-O", "raw", "--fast", &fast, &image, &raw]).answer();
+    same(&std::fs::read(&raw).expect("a copy"), &bytes, "with its medium");
+    let checked = vellum(&["check", "--output", "json", "--fast", &fast, &image]).json();
+    assert_eq!(
+        (checked["moved-units"].as_u64(), checked["lost-bytes"].as_u64()),
+        (Some(16), Some(0)),
+        "{checked}"
+    );
+
+    let away = dir.text("away");
+    std::fs::rename(&fast, &away).expect("it is lost");
+    refused(1, &["alone", "--back"], &["convert", "-O", "raw", &image, &raw]);
+    let (copy, said) = salvaged(&dir, &image, &[]);
+    bytes[..MIB].fill(0);
+    same(&copy, &bytes, "what is left");
+    assert!(said.contains("1048576 bytes at 0 could not be read"), "{said}");
+    assert!(said.contains("16 units (1048576 bytes)"), "{said}");
+
+    let checked = vellum(&["check", "--output", "json", &image]).json();
+    assert_eq!(
+        (checked["moved-bytes"].as_u64(), checked.get("lost-bytes")),
+        (Some(MIB as u64), None),
+        "{checked}"
+    );
+    let checked = vellum(&["check", &image]);
+    assert!(checked.code == 0 && checked.err.contains("16 units (1048576 bytes)"), "{checked:?}");
+    let checked = vellum(&["check", "--fast", &fast, &image]);
+    assert!(
+        checked.code == 2 && checked.err.contains("1048576 bytes of the disk at 0 are lost"),
+        "{checked:?}"
+    );
+
+    let map = vellum(&["map", "--salvage", "--output", "json", &image]).json();
+    let rows = map.as_array().expect("rows");
+    let lost: Vec<_> = rows.iter().filter(|row| row["lost"] == true).collect();
+    assert!(
+        matches!(&lost[..], [row] if row["start"] == 0 && row["length"] == MIB as u64 && row["compressed"] == false),
+        "{map}"
+    );
+    assert!(vellum(&["map", "--salvage", &image]).answer().contains("lost"));
+
+    let place = Dir::short();
+    let socket = format!("unix:{}", place.text("s"));
+    assert_ne!(vellum(&["serve", "--nbd", &socket, "--salvage", &image]).code, 0, "it would be written");
+    let server = Server::start(&[&image, "--read-only", "--salvage"]);
+    let mut client = Client::connect(&server.peer(), "").expect("it is served");
+    for at in [0, MIB - 512] {
+        client.read(at as u64, 512).expect_err("what is lost is no zeros");
+    }
+    let rest = u32::try_from(bytes.len() - MIB).expect("small");
+    same(&client.read(MIB as u64, rest).expect("it is read"), &bytes[MIB..], "what is left");
+    client.write(2 << 20, &[1; 512], 0).expect_err("it is only read");
+    drop(client);
+    server.stop();
+    std::fs::rename(&away, &fast).expect("it is found");
+    assert_eq!(status(&["--fast", &fast, &image])["moved"].as_u64(), Some(16));
+}
+
+/// The end of the medium is missing, or the entry of a unit.
+#[test]
+fn what_is_left_of_a_medium_is_copied_and_brought_back() {
+    let dir = Dir::new("tier-left");
+    let (image, fast, mut bytes) = moved(&dir);
+    let sound = std::fs::read(&fast).expect("a medium");
+    let file = std::fs::OpenOptions::new().write(true).open(&fast).expect("a medium");
+    file.set_len(SLOTS_AT + 8 * UNIT as u64).expect("it is cut");
+    refused(1, &["truncated"], &["tier", "move", "--back", "--all", "--fast", &fast, &image]);
+    let (copy, said) = salvaged(&dir, &image, &["--fast", &fast]);
+    let mut left = bytes.clone();
+    left[8 * UNIT..MIB].fill(0);
+    same(&copy, &left, "of a medium that was cut off");
+    assert!(said.contains("524288 bytes at 524288 could not be read"), "{said}");
+
+    let mut damaged = sound.clone();
+    damaged[ENTRIES_AT + 5 * 32] ^= 1;
+    std::fs::write(&fast, &damaged).expect("it is written");
+    refused(
+        1,
+        &["1 of 16 units", "--salvage", "--back"],
+        &["tier", "move", "--fast", &fast, "--all", &image],
+    );
+    let back = vellum(&["tier", "move", "--back", "--all", "--fast", &fast, &image]);
+    assert_eq!(back.code, 1, "{back:?}");
+    assert!(back.out.contains("15 units") && back.err.contains("65536 bytes at 327680"), "{back:?}");
+    let left = status(&["--fast", &fast, &image]);
+    assert_eq!((left["moved"].as_u64(), left["missing"].as_u64()), (Some(0), Some(1)), "{left}");
+    let back = vellum(&["tier", "move", "--back", "--all", "--output", "json", "--fast", &fast, &image]);
+    assert!(back.code == 1 && back.out.contains("\"left-bytes\": 65536"), "{back:?}");
+    let (copy, _) = salvaged(&dir, &image, &["--fast", &fast]);
+    let lost = 5 * UNIT..6 * UNIT;
+    bytes[lost.clone()].fill(0);
+    same(&copy, &bytes, "but for one unit");
+    // The sector can be read again, and the unit is there.
+    damaged[ENTRIES_AT + 5 * 32] ^= 1;
+    let now = std::fs::read(&fast).expect("a medium");
+    let mended: Vec<u8> =
+        now.iter().enumerate().map(|(at, byte)| byte ^ u8::from(at == ENTRIES_AT + 5 * 32)).collect();
+    std::fs::write(&fast, &mended).expect("it is written");
+    vellum(&["tier", "move", "--back", "--all", "--fast", &fast, &image]).answer();
+    let raw = dir.text("copy.raw");
+    vellum(&["convert", "-q", "-O", "raw", &image, &raw]).answer();
+    bytes[lost.clone()].copy_from_slice(&noise(8 * MIB, 3)[lost]);
+    same(&std::fs::read(&raw).expect("a copy"), &bytes, "home again");
+}
+
+/// A disk that is served gets a backing image of which the server's medium alone has parts.
+#[test]
+fn a_served_disk_is_rebased_onto_what_its_medium_has() {
+    let dir = Dir::new("tier-rebased");
+    let (image, fast, bytes) = moved(&dir);
+    let (old, top) = (dir.text("old.vlm"), dir.text("top.vlm"));
+    let (old_raw, options) = (dir.text("old.raw"), "layout=table,unit_size=64k");
+    let mut shown = bytes.clone();
+    shown[512 << 10..3 * MIB].copy_from_slice(&noise(5 * MIB / 2, 4));
+    std::fs::write(&old_raw, &shown).expect("a disk");
+    vellum(&["convert", "-q", "-f", "raw", "-O", "vellum", "-o", options, &old_raw, &old]).answer();
+    vellum(&["create", "-q", "-f", "vellum", "-o", options, "-b", &old, "-F", "vellum", &top]).answer();
+    let control = dir.text("ctl");
+    let rebase = ["rebase", "-q", "--control", &control, "-b", &image];
+
+    // Without the medium nothing is changed.
+    let server = Server::start(&[&top, "--control", &control]);
+    let mut client = Client::connect(&server.peer(), "").expect("it is served");
+    refused(1, &[&image, "alone", &fast, "--back"], &rebase);
+    same(&client.read_all().expect("it is read"), &shown, "as before");
+    client.write(0, &shown[..512], 0).expect("it is written");
+    drop(client);
+    server.stop();
+
+    let server = Server::start(&[&top, "--control", &control, "--fast", &fast]);
+    let mut client = Client::connect(&server.peer(), "").expect("it is served");
+    vellum(&rebase).answer();
+    same(&client.read_all().expect("it is read"), &shown, "over another image");
+    client.write(7 << 20, &noise(512, 5), 0).expect("it is written");
+    shown[7 << 20..(7 << 20) + 512].copy_from_slice(&noise(512, 5));
+    same(&client.read_all().expect("it is read"), &shown, "written");
+    drop(client);
+    server.stop();
+    assert!(vellum(&["info", &top]).answer().contains("disk.vlm"));
+    let place = Dir::short();
+    let socket = format!("unix:{}", place.text("s"));
+    refused(1, &[&image, "alone", "--fast"], &["serve", "--nbd", &socket, &top]);
+    let server = Server::start(&[&top, "--fast", &fast]);
+    let mut client = Client::connect(&server.peer(), "").expect("it is served");
+    same(&client.read_all().expect("it is read"), &shown, "after a restart");
+    drop(client);
+    server.stop();
+}

@@ -33,7 +33,7 @@ use vellum_io::unblock_at;
 use vellum_layer::Chain;
 
 use crate::image::{ImageOptions, open_image};
-use crate::tier::{DemotedUnits, PromotedUnits, open_medium, tier_of};
+use crate::tier::{DemotedUnits, MovedUnits, PromotedUnits, Ranges, move_in, open_medium, tier_of};
 
 /// The snapshot of a served disk that the guest's file system is read from.
 pub(crate) const FILES_SNAPSHOT: &str = "vellum-tier-files";
@@ -95,6 +95,19 @@ pub struct ChosenFiles {
     pub pins: Vec<Pin>,
     /// Pinned paths that are not there.
     pub missing: Vec<String>,
+}
+
+/// What became of files that were moved, as programs read it.
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct MovedFiles {
+    /// The units.
+    #[serde(flatten)]
+    pub units: MovedUnits,
+    /// How many files there are.
+    pub files: u64,
+    /// Bytes of the disk that they have.
+    pub file_bytes: u64,
 }
 
 #[derive(Debug, Default, Serialize, Deserialize)]
@@ -335,6 +348,33 @@ async fn find_pins(disk: &dyn Disk, volumes: &[Volume], pins: &[Pin]) -> Result<
     Ok(wanted)
 }
 
+/// Where the files at these paths are, each of which must be there.
+pub(crate) async fn find_paths(disk: &dyn Disk, paths: &[Pin]) -> Result<Wanted> {
+    changed(Vec::new(), &PinChange { add: paths.to_vec(), remove: Vec::new() })?;
+    let volumes = look(disk).await.context(|| "can't read the partitions of the guest")?;
+    let wanted = find_pins(disk, &volumes, paths).await?;
+    match wanted.missing.first() {
+        Some(missing) => Err(Error::new(ErrorKind::NotFound, format!("{missing} is not in the guest"))),
+        None => Ok(wanted),
+    }
+}
+
+/// Moves the units of files.
+pub(crate) async fn move_wanted(chain: &Chain, wanted: Wanted) -> Result<MovedFiles> {
+    let unit_size = tier_of(chain)?.unit_bytes();
+    let disk = GuestOffset::ZERO.span(chain.disk().geometry().size);
+    let spans: Vec<GuestSpan> = wanted.spans.iter().flatten().copied().collect();
+    let runs = BlockSize::from_bytes(unit_size).map(|unit| unit_runs(&spans, unit)).unwrap_or_default();
+    let runs = runs.into_iter().map(|run| run.intersect(disk)).filter(|run| !run.is_empty());
+    let ranges: Vec<(u64, u64)> = runs.map(|run| (run.start().bytes(), run.len())).collect();
+    let units = match ranges.is_empty() {
+        // No ranges would be the whole disk.
+        true => MovedUnits::none(unit_size),
+        false => move_in(chain, &Ranges { ranges, copies_base: false }, false).await?,
+    };
+    Ok(MovedFiles { units, files: wanted.files, file_bytes: wanted.bytes })
+}
+
 fn in_volume(volume: &Volume) -> String {
     match volume.partition {
         Some(number) => format!("the file system in partition {number} of the guest"),
@@ -475,6 +515,23 @@ pub async fn promote_by_times(
     with_chain(image, fast, options, async |chain| {
         let wanted = find_by_times(&**chain.disk(), times).await.context(|| image.display().to_string())?;
         apply_times(image, chain, wanted).await
+    })
+    .await
+}
+
+/// Moves the units of the files at these paths in a closed image: their space in the image is free then.
+///
+/// # Errors
+/// As above, and those of [`move_away`](crate::tier::move_away).
+pub async fn move_files(
+    image: &Path,
+    fast: &Path,
+    paths: &[Pin],
+    options: &ImageOptions,
+) -> Result<MovedFiles> {
+    with_chain(image, fast, options, async |chain| {
+        let wanted = find_paths(&**chain.disk(), paths).await.context(|| image.display().to_string())?;
+        move_wanted(chain, wanted).await
     })
     .await
 }

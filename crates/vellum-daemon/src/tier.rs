@@ -140,6 +140,10 @@ pub struct MovedUnits {
 }
 
 impl MovedUnits {
+    pub(crate) fn none(unit_size: u64) -> Self {
+        Self::of(unit_size, Moved::default())
+    }
+
     fn of(unit_size: u64, done: Moved) -> Self {
         let Moved { units, there, not_copied, not_stored, written } = done;
         Self { unit_size, moved: units, there, not_copied, not_stored, written }

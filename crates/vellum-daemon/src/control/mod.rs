@@ -276,6 +276,9 @@ pub enum Request {
         /// Of the ranges only what is there already.
         #[serde(default)]
         only_copied: bool,
+        /// Instead of ranges: the files at these paths in the guest.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        paths: Vec<Pin>,
     },
     /// Change the pins of a disk, look up where their files are, and make its fast medium have them. Without a change,
     /// only look them up again. Answered when that is done.

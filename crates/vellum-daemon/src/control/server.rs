@@ -367,9 +367,13 @@ impl Control {
                     false => json!(disk.promote(&ranges).await?),
                 }
             }
-            Request::TierMove { disk, ranges, only_copied } => {
+            Request::TierMove { disk, ranges, only_copied, paths } => {
+                let disk = self.disks.find(disk.as_deref())?;
                 let ranges = Ranges { ranges: ranges.clone(), copies_base: false };
-                json!(self.disks.find(disk.as_deref())?.move_away(&ranges, *only_copied).await?)
+                match paths.is_empty() {
+                    true => json!(disk.move_away(&ranges, *only_copied).await?),
+                    false => json!(disk.move_files(paths).await?),
+                }
             }
             Request::TierPin { disk, add, remove } => {
                 let change = PinChange { add: add.clone(), remove: remove.clone() };

@@ -7,7 +7,9 @@
 //! 1. One change of pins at a time.
 //! 2. While the disk is paused its image does not change: what would change it is refused. A pause waits for none of it,
 //!    and is refused as beside a snapshot that is being made.
-//! 3. The snapshot has a name of its own. One that a crash has left is deleted by the next change, and when the disk is served
+//! 3. While units are on the fast medium alone there is no snapshot. The disk is read as guests write it then: what is found wrongly is
+//!    copied or moved in vain, and reads as before.
+//! 4. The snapshot has a name of its own. One that a crash has left is deleted by the next change, and when the disk is served
 //!    again.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize};
@@ -18,9 +20,13 @@ use vellum_layer::{Chain, valve};
 
 use super::{Served, kept};
 use crate::pins::{
-    ChosenFiles, FILES_SNAPSHOT, FileTimes, PinChange, Pinning, apply_times, find_by_times, pins_of,
+    ChosenFiles, FILES_SNAPSHOT, FileTimes, MovedFiles, Pin, PinChange, Pinning, apply_times, find_by_times,
+    find_paths, move_wanted, pins_of,
 };
 use crate::tier::facts_json;
+
+/// How often a disk is looked at that guests write meanwhile.
+const LOOKS_MAX: u32 = 3;
 
 /// What is being done with the fast medium of a disk.
 #[derive(Default)]
@@ -57,6 +63,18 @@ impl Served {
         let found = self.read_files(async |disk| find_by_times(disk, times).await).await?;
         let chain = self.chain_to_change().await?;
         apply_times(&self.canonical(), chain.as_ref().ok_or_else(|| self.is_closed())?, found).await
+    }
+
+    /// Moves the files at these paths.
+    ///
+    /// # Errors
+    /// As above.
+    pub(crate) async fn move_files(&self, paths: &[Pin]) -> Result<MovedFiles> {
+        let _one = self.tiering.pinning.lock().await;
+        drop(self.chain_to_change().await?);
+        let found = self.read_files(async |disk| find_paths(disk, paths).await).await?;
+        let chain = self.chain_to_change().await?;
+        move_wanted(chain.as_ref().ok_or_else(|| self.is_closed())?, found).await
     }
 
     /// The chain, for a change of the image that no guest has asked for.
@@ -108,9 +126,12 @@ impl Served {
     }
 
     /// Reads the disk as it is now, while guests go on.
-    async fn read_files<T>(&self, act: impl AsyncFnOnce(&dyn Disk) -> Result<T>) -> Result<T> {
+    async fn read_files<T>(&self, act: impl AsyncFn(&dyn Disk) -> Result<T>) -> Result<T> {
         if !self.disk_is_written() {
             return Err(Error::new(ErrorKind::ReadOnly, format!("{} is served read-only", self.shown())));
+        }
+        if self.has_moved().await {
+            return self.read_files_live(act).await;
         }
         self.delete_files_snapshot().await?;
         self.snapshot_create(FILES_SNAPSHOT).await?;
@@ -126,6 +147,26 @@ impl Served {
         let deleted = self.delete_files_snapshot().await;
         let path = self.shown();
         read.and_then(|read| deleted.map(|()| read)).map_err(|error| error.context(path))
+    }
+
+    async fn has_moved(&self) -> bool {
+        let chain = self.chain.read().await;
+        chain.as_ref().and_then(|chain| chain.tier()).is_some_and(|tier| tier.facts().moved > 0)
+    }
+
+    /// As above, where there can be no snapshot.
+    async fn read_files_live<T>(&self, act: impl AsyncFn(&dyn Disk) -> Result<T>) -> Result<T> {
+        let path = self.shown();
+        let mut looks = 1;
+        loop {
+            let chain = self.chain.read().await;
+            let disk = chain.as_ref().ok_or_else(|| self.is_closed())?.disk().clone();
+            match act(&*disk).await {
+                // The guest may have been changing what was read.
+                Err(error) if error.kind() == ErrorKind::Corrupt && looks < LOOKS_MAX => looks += 1,
+                read => return read.map_err(|error| error.context(path)),
+            }
+        }
     }
 
     /// What a program that was killed has left of a change of pins.

@@ -207,8 +207,14 @@ struct DemoteArgs {
 #[derive(clap::Args)]
 struct MoveArgs {
     /// A part of the disk, such as 1G+64M; may be given several times
-    #[arg(long, value_name = "OFFSET+LENGTH", value_parser = parse_range, required_unless_present_any = ["all", "copied"])]
+    #[arg(long, value_name = "OFFSET+LENGTH", value_parser = parse_range, required_unless_present_any = ["all", "copied", "path"])]
     range: Vec<(u64, u64)>,
+    /// The files at this path in the guest, such as /usr/share, as `vellum tier pin` finds them; may be given several times
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["range", "all", "copied", "back"])]
+    path: Vec<String>,
+    /// The partition with these paths; needed if several partitions have them
+    #[arg(long, value_name = "NUMBER", requires = "path")]
+    partition: Option<u32>,
     /// The whole disk
     #[arg(long, conflicts_with_all = ["range", "copied"])]
     all: bool,
@@ -464,10 +470,15 @@ fn move_units(args: &MoveArgs) -> Outcome {
     if args.back {
         return take_back(&args.range, &args.with);
     }
+    if !args.path.is_empty() {
+        return tier_files::move_files(&args.path, args.partition, &args.with);
+    }
     let ranges = Ranges { ranges: args.range.clone(), copies_base: false };
     let only_copied = args.copied;
-    let asked =
-        args.with.ask(|disk| Request::TierMove { disk, ranges: ranges.ranges.clone(), only_copied })?;
+    let asked = args.with.ask(|disk| {
+        let ranges = ranges.ranges.clone();
+        Request::TierMove { disk, ranges, only_copied, paths: Vec::new() }
+    })?;
     let answer = match asked {
         Some(answer) => answer,
         None => {

@@ -109,7 +109,10 @@ pub(super) fn say_moved(answer: &Value) {
     for (field, what) in [
         ("there", "were so already"),
         ("not-copied", "have no copy there: they are zero, in the backing image, or found no room"),
-        ("not-stored", "are read from the backing image, as a whole or in part"),
+        (
+            "not-stored",
+            "are read from the backing image, as a whole or in part, and stay there (`vellum flatten` copies it first)",
+        ),
         ("written", "were written meanwhile"),
     ] {
         if number(field) > 0 {

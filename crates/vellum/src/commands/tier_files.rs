@@ -1,4 +1,4 @@
-//! `vellum tier pin` and `unpin`, and promotions by file times: which files of the guest the fast medium has.
+//! `vellum tier pin` and `unpin`, promotions by file times, and files that move: which files of the guest the fast medium has.
 
 use std::process::ExitCode;
 
@@ -8,7 +8,7 @@ use vellum_daemon::pins::{self, FileTimes, Pin, PinChange};
 use vellum_daemon::{IoMode, run as run_worker};
 
 use super::Outcome;
-use super::tier_disk::{WithFast, code_for_left, in_use, say_units};
+use super::tier_disk::{WithFast, code_for_left, in_use, say_moved, say_units};
 use crate::output::{human_bytes, say};
 
 /// Keep files of the guest on the fast medium
@@ -101,9 +101,37 @@ pub(super) fn promote_by_times(times: FileTimes, with: &WithFast) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-fn say_files(answer: &Value) {
+pub(super) fn move_files(paths: &[String], partition: Option<u32>, with: &WithFast) -> Outcome {
+    let paths: Vec<Pin> =
+        paths.iter().map(|path| Pin { path: path.clone(), partition, copy: false }).collect();
+    let asked = with.ask(|disk| {
+        let (ranges, paths) = (Vec::new(), paths.clone());
+        Request::TierMove { disk, ranges, only_copied: false, paths }
+    });
+    let answer = match asked? {
+        Some(answer) => answer,
+        None => {
+            let (image, fast, options) = with.closed();
+            let done =
+                run_worker(IoMode::Auto, async || pins::move_files(&image, &fast, &paths, &options).await)?;
+            json!(done.map_err(in_use)?)
+        }
+    };
+    if !with.says_json(&answer) {
+        say_count(&answer);
+        say_moved(&answer);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn say_count(answer: &Value) {
     let number = |field: &str| answer[field].as_u64().unwrap_or_default();
     say(&format!("{} files with {} on the disk", number("files"), human_bytes(number("file-bytes"))));
+}
+
+fn say_files(answer: &Value) {
+    let number = |field: &str| answer[field].as_u64().unwrap_or_default();
+    say_count(answer);
     say_units(answer);
     if number("demoted") > 0 {
         say(&format!("{} units are read from the image again", number("demoted")));

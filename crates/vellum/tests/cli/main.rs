@@ -66,6 +66,7 @@ mod sizes;
 mod sockets;
 mod space;
 mod tier;
+mod tier_files;
 mod tier_lost;
 mod trust;
 mod ublk;

@@ -234,7 +234,13 @@ fn what_cannot_have_a_fast_medium_says_why() {
 }
 
 /// The units with bytes of the files below a directory, as `debugfs` says: what it names block by block.
-fn units_of_files(system: &str, tree: &std::path::Path, below: &str, unit: u64, at: u64) -> BTreeSet<u64> {
+pub(super) fn units_of_files(
+    system: &str,
+    tree: &std::path::Path,
+    below: &str,
+    unit: u64,
+    at: u64,
+) -> BTreeSet<u64> {
     let mut files = vec![tree.join(below)];
     let (mut commands, mut found) = (String::new(), BTreeSet::new());
     while let Some(path) = files.pop() {

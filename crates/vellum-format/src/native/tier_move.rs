@@ -116,7 +116,9 @@ impl Native {
         Err(Error::new(
             ErrorKind::Changed,
             format!(
-                "{} of {} units that are on the fast medium alone are not on {}: its table is damaged, or one of the two was put                  back from a copy. What is left can be read (read-only) and copied (`vellum convert --salvage`), or brought back                  (`vellum tier move --back`)",
+                "{} of {} units that are on the fast medium alone are not on {}: its table is damaged, or one of the two was put \
+                 back from a copy. What is left can be read (read-only) and copied (`vellum convert --salvage`), or brought back \
+                 (`vellum tier move --back`)",
                 missing.len(),
                 moved.len(),
                 medium.name()

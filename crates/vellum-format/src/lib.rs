@@ -80,6 +80,7 @@ pub mod report;
 pub mod session;
 mod shared_or_alone;
 mod snapshot_base;
+mod snapshot_facts;
 mod state;
 mod truth;
 mod views;

@@ -3,7 +3,7 @@
 
 use vellum_core::{LocalFuture, Result, SharedDisk};
 
-use crate::image::Snapshot;
+use crate::snapshot_facts::Snapshot;
 
 /// Snapshots of an open image that are only looked at.
 pub trait Views: Send + Sync {

@@ -124,7 +124,7 @@ const SERVED: [Workload; 6] = [
 /// One turn, per request.
 #[derive(Clone, Copy)]
 struct Turn {
-    wall_us: f64,
+    elapsed_us: f64,
     cpu_us: f64,
 }
 
@@ -195,7 +195,7 @@ impl Stand {
             Error::invalid(format!("{bench:?} said {said}{}", String::from_utf8_lossy(&output.stderr)))
         })?;
         let requests: f64 = count.parse().expect("a number");
-        Ok(Turn { wall_us: seconds * 1e6 / requests, cpu_us: cpu_seconds * 1e6 / requests })
+        Ok(Turn { elapsed_us: seconds * 1e6 / requests, cpu_us: cpu_seconds * 1e6 / requests })
     }
 
     /// The command that serves an image.
@@ -227,7 +227,7 @@ impl Stand {
             Target { pid: running.pid(), socket: running.socket(), connections: 1, structured: true };
         let sample = load::run(target, workload, timing, seed)?;
         drop(running);
-        Ok(Turn { wall_us: sample.wall_us(), cpu_us: sample.server_cpu_us() })
+        Ok(Turn { elapsed_us: sample.elapsed_us(), cpu_us: sample.server_cpu_us() })
     }
 }
 
@@ -313,13 +313,13 @@ fn line(index: usize, turns: &[Vec<Turn>]) -> String {
         let ratio = |time: fn(&Turn) -> f64| {
             short(median(mine.iter().zip(&turns[*other]).map(|(mine, theirs)| time(mine) / time(theirs))))
         };
-        let (wall, cpu) = (ratio(|turn| turn.wall_us), ratio(|turn| turn.cpu_us));
+        let (wall, cpu) = (ratio(|turn| turn.elapsed_us), ratio(|turn| turn.cpu_us));
         format!("   {wall} times {} (CPU {cpu})", SUBJECTS[*other].name)
     });
     format!(
         "    {:<20} {:>6} us   CPU {:>6} us{}",
         SUBJECTS[index].name,
-        short(of(|turn| turn.wall_us)),
+        short(of(|turn| turn.elapsed_us)),
         short(of(|turn| turn.cpu_us)),
         compared.collect::<String>()
     )

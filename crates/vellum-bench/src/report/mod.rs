@@ -50,7 +50,7 @@ impl Sample {
 
     /// Microseconds of the window for an operation.
     #[expect(clippy::cast_precision_loss, reason = "counts are far below 2^53")]
-    pub(crate) fn wall_us(&self) -> f64 {
+    pub(crate) fn elapsed_us(&self) -> f64 {
         self.seconds * 1e6 / self.operations as f64
     }
 }

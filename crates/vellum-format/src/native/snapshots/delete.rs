@@ -64,7 +64,7 @@ impl Native {
         self.engine.state.check_open()?;
         let (id, index) = {
             let list = lock(&views.list);
-            let entry = list.find_meant(wanted)?;
+            let entry = list.find_for_change(wanted)?;
             entry.refuse_cloned()?;
             (entry.id, entry.index)
         };

@@ -205,7 +205,7 @@ impl List {
     }
 
     /// The same for a change: what is changed is meant beyond doubt, so what is the id of one and the name of another is refused.
-    pub(super) fn find_meant(&self, wanted: &str) -> Result<&Entry> {
+    pub(super) fn find_for_change(&self, wanted: &str) -> Result<&Entry> {
         let found = self.find(wanted)?;
         let mut there = self.entries.iter().filter(|entry| !entry.is_being_deleted);
         match there.find(|entry| entry.name == wanted) {

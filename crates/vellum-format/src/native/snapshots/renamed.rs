@@ -36,13 +36,13 @@ impl Native {
         self.engine.state.check_open()?;
         check_name(name)?;
         must_be_drained(&self.engine.name, self.superblocks.lock().await.superblock.session())?;
-        if lock(&views.list).find_meant(wanted)?.name != name {
+        if lock(&views.list).find_for_change(wanted)?.name != name {
             self.begin_journal().await?;
         }
         let snapshot = loop {
             let (id, index) = {
                 let list = lock(&views.list);
-                let entry = list.find_meant(wanted)?;
+                let entry = list.find_for_change(wanted)?;
                 if entry.name == name {
                     break public_of(entry);
                 }

@@ -61,7 +61,7 @@ pub async fn revert(
 impl Native {
     async fn begin_revert(&self, wanted: &str) -> Result<()> {
         let views = self.views()?;
-        let id = lock(&views.list).find_meant(wanted)?.id;
+        let id = lock(&views.list).find_for_change(wanted)?.id;
         self.begin_journal().await?;
         for (page, at) in self.pages_of_revert(views, id)? {
             let start = ImageOffset::new(page);

@@ -211,13 +211,14 @@ pub(crate) async fn go_back(
     looked_at: &[GuestSpan],
 ) -> Result<(), String> {
     let text = |error: Error| error.chain();
+    // Of few images, by what their tables say: it takes much longer than all else.
+    let tables = image.read(ImageOffset::ZERO, Buffer::zeroed(32 << 10)).await.map_err(text)?;
+    if !crc32c::crc32c(&tables.to_vec()).is_multiple_of(64) {
+        return Ok(());
+    }
     let all = snapshots(image).await.map_err(text)?;
     let bytes = image.read(ImageOffset::ZERO, Buffer::zeroed(usize::try_from(image.len()).expect("small")));
     let bytes = bytes.await.map_err(text)?.to_vec();
-    // Of one image in eight: it takes as long as all else.
-    if !crc32c::crc32c(&bytes).is_multiple_of(8) {
-        return Ok(());
-    }
     for one in all.first().into_iter().chain(all.last()) {
         let copy: SharedStorage = MemoryStorage::holding("image", &bytes);
         let id = one.id.to_string();

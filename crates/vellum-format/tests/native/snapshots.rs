@@ -399,7 +399,7 @@ fn a_thousand_deleted_in_any_order() {
             model[at..at + 4096].fill(u8::try_from(number % 255 + 1).unwrap());
             let data = Buffer::copy_of(&model[at..at + 4096]);
             disk.write(GuestOffset::new(at as u64), data, WriteFlags::default()).await.unwrap();
-            disk.snapshot_create(&number.to_string(), 0).await.unwrap();
+            disk.snapshot_create(&format!("number {number}"), 0).await.unwrap();
             taken.push((format!("{}", number + 1), crc32c::crc32c(&model)));
         }
         assert_eq!(disk.snapshots().unwrap().len(), 1000);

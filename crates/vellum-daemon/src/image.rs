@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use vellum_core::{Error, ErrorKind, Result, SharedStorage};
 use vellum_format::fast::FastMedium;
+use vellum_format::image::FileGrowth;
 use vellum_format::luks::Secrets;
 use vellum_format::probe::{Guess, guess};
 use vellum_format::{FormatKind, Prealloc};
@@ -76,8 +77,8 @@ pub struct ImageOptions {
     pub flash: Option<FlashChoice>,
     /// A fast medium that may have copies of units of images that name it.
     pub fast: Option<Arc<FastMedium>>,
-    /// Much will be written: the file grows by this many bytes at a time at least.
-    pub growth_bytes: u64,
+    /// How the file grows.
+    pub growth: FileGrowth,
     /// What images have on a fast medium alone, and what is not there, is a read error; images that are only read are opened
     /// without their medium, too.
     pub salvages: bool,
@@ -159,7 +160,7 @@ pub async fn open_over(
         may_be_weak: options.may_be_weak,
         flash: options.flash.clone(),
         fast: options.fast.clone(),
-        growth_bytes: options.growth_bytes,
+        growth: options.growth,
         salvages: options.salvages,
     };
     let opened = Chain::open(&options.host().await?, path, &chain).await?;

@@ -87,9 +87,31 @@ pub struct OpenOptions {
     pub salvages: bool,
     /// From where tables are read, where a cache keeps them; from the image, when not given.
     pub tables: Option<CachedTables>,
-    /// A file grows by this many bytes at a time at least, by a hole, because much will be written soon. What is left over is
-    /// cut off when the image is closed.
-    pub growth_bytes: u64,
+    /// How the file grows.
+    pub growth: FileGrowth,
+}
+
+/// How the file of an image grows when much will be written soon. What is left over is cut off when the image is closed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum FileGrowth {
+    /// By a part of its length at a time, by a hole.
+    #[default]
+    Usual,
+    /// By this many bytes at a time at least, by a hole.
+    Hole(u64),
+    /// By this many bytes at a time at least, for which the host's file system finds space at once, where it can: many small writes
+    /// through its page cache then look for none.
+    Allocated(u64),
+}
+
+impl FileGrowth {
+    /// The least that is added at a time, in bytes.
+    pub fn least(self) -> u64 {
+        match self {
+            Self::Usual => 0,
+            Self::Hole(bytes) | Self::Allocated(bytes) => bytes,
+        }
+    }
 }
 
 /// The tables of an image, where a cache keeps them.
@@ -121,7 +143,7 @@ impl Default for OpenOptions {
             fast: None,
             salvages: false,
             tables: None,
-            growth_bytes: 0,
+            growth: FileGrowth::Usual,
         }
     }
 }

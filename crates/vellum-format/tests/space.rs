@@ -13,6 +13,7 @@ use vellum_core::{
     Buffer, Disk, ErrorKind, GuestOffset, GuestSpan, ImageOffset, Limits, SharedStorage, WriteFlags,
     ZeroFlags, Zeroes,
 };
+use vellum_format::image::FileGrowth;
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2};
 use vellum_sim::{Content, Delay, Drive, DriveOptions, Fault, FaultPlan, Operation, Repeat, World};
 
@@ -205,6 +206,47 @@ fn a_file_that_grows_cuts_off_nothing() {
         // Its pages of refcounts are read again.
         close_and_look(&drive, &disk).await;
     });
+}
+
+/// An image that finds space as it grows asks for it once for each step, also where the host has none to set aside; what is left over is
+/// cut off at the close.
+#[test]
+fn a_file_grows_by_space_that_is_there_or_by_a_hole() {
+    const STEP: u64 = 4 << 20;
+    let options = CreateOptions { size: 64 << 20, ..CreateOptions::without_journal() };
+    let setup = QcowSetup { name: "64 KiB clusters", options, has_base: false };
+    for (growth, refused, asks) in [
+        (FileGrowth::Hole(STEP), None, 0),
+        (FileGrowth::Allocated(STEP), None, 3),
+        (FileGrowth::Allocated(STEP), Some(ErrorKind::NoSpace), 3),
+        (FileGrowth::Allocated(STEP), Some(ErrorKind::Unsupported), 3),
+    ] {
+        let world = World::new(0);
+        let plan = FaultPlan::none();
+        let drive = busy_drive(&world, setup.empty_image(), plan.clone());
+        world.run(async {
+            let header = Header::read(&*drive).await.unwrap();
+            let files = Files { image: drive.clone(), data_file: None, below: None };
+            let disk =
+                Qcow2::open(header, files, OpenOptions { growth, ..OpenOptions::default() }).await.unwrap();
+            if let Some(error) = refused {
+                plan.add(Fault { error, repeat: Repeat::ForEver, ..Fault::nth(Operation::Preallocate, 0) });
+            }
+            let before = drive.content().len();
+            let data = vec![5; 1 << 20];
+            for index in 0..10 {
+                let at = GuestOffset::new(index << 20);
+                disk.write(at, Buffer::copy_of(&data), WriteFlags::default()).await.unwrap();
+            }
+            assert_eq!(plan.seen(Operation::Preallocate), asks, "{growth:?}, {refused:?}");
+            assert_eq!(plan.hits(), if refused.is_some() { asks } else { 0 });
+            let read = disk.read(GuestOffset::new(9 << 20), Buffer::for_overwrite(1 << 20)).await.unwrap();
+            assert_eq!(read.to_vec(), data);
+            close_and_look(&drive, &disk).await;
+            let grown = drive.content().len() - before;
+            assert!(grown < 11 << 20, "{grown} bytes are left, {growth:?}");
+        });
+    }
 }
 
 /// A close that failed is not made good by asking again.

@@ -50,7 +50,7 @@ use vellum_core::{
 };
 use vellum_format::fast::{FastMedium, Tiers};
 use vellum_format::handover::Handover;
-use vellum_format::image::{Files, Head, OpenOptions, Opened};
+use vellum_format::image::{FileGrowth, Files, Head, OpenOptions, Opened};
 use vellum_format::luks::Secrets;
 use vellum_format::session::may_use;
 use vellum_format::{FormatKind, Prealloc, needs_replay, probe, replayed_in_memory, settle};
@@ -201,8 +201,8 @@ pub struct ChainOptions {
     pub flash: Option<FlashChoice>,
     /// A fast medium that may have copies of units of images that name it.
     pub fast: Option<Arc<FastMedium>>,
-    /// The file of the top image grows by this many bytes at a time at least.
-    pub growth_bytes: u64,
+    /// How the file of the top image grows.
+    pub growth: FileGrowth,
     /// What an image has on a fast medium alone, and what is not there, is a read error. Images that are only read are opened
     /// without their medium, too.
     pub salvages: bool,
@@ -232,7 +232,7 @@ impl Default for ChainOptions {
             may_be_weak: false,
             flash: None,
             fast: None,
-            growth_bytes: 0,
+            growth: FileGrowth::Usual,
             salvages: false,
         }
     }
@@ -668,7 +668,7 @@ async fn open_disk(
         fills,
         tables: tables.map(|tables| tables.put_into(&mut files)),
         fast: options.fast.clone(),
-        growth_bytes: options.growth_bytes,
+        growth: options.growth,
         // What lies below an image that is written is read as a whole.
         salvages: options.salvages && read_only == options.read_only,
     };

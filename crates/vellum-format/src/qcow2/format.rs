@@ -464,7 +464,7 @@ fn with_cipher(options: Options, cipher: Option<Arc<SectorCipher>>) -> OpenOptio
         flash: options.flash,
         fills: options.fills,
         tables: options.tables,
-        growth_bytes: options.growth_bytes,
+        growth: options.growth,
         cipher,
     }
 }

@@ -45,6 +45,7 @@ use super::prepare::Prepare;
 use super::quarantine::Quarantine;
 use super::refcount::{Look, RefcountPage, Refcounts, Run, Stop};
 use crate::engine::{Commit as _, Engine};
+use crate::image::FileGrowth;
 use crate::keyed::KeyedLocks;
 use crate::luks::{GuestCipher, OldCipher};
 use crate::perturb;
@@ -98,8 +99,7 @@ pub struct Qcow2 {
     pub(crate) prepare: Prepare,
     pub(crate) decompressor: Decompressor,
     pub(crate) growing: async_lock::Mutex<()>,
-    /// It grows by this much at a time at least.
-    pub(crate) growth_bytes: u64,
+    pub(crate) growth: FileGrowth,
     pub(crate) contradiction: Contradiction,
     /// Bitmaps that are kept up.
     pub(crate) tracking: Tracking,
@@ -560,8 +560,9 @@ impl Qcow2 {
             return Ok(());
         }
         // No write goes past the end meanwhile: the clusters there have not been handed out yet.
-        let least = self.cluster.round_up(end.max(self.metadata.len()));
-        let step = (least / 8).clamp(*GROWTH_BYTES.start(), *GROWTH_BYTES.end()).max(self.growth_bytes);
+        let was = self.metadata.len();
+        let least = self.cluster.round_up(end.max(was));
+        let step = (least / 8).clamp(*GROWTH_BYTES.start(), *GROWTH_BYTES.end()).max(self.growth.least());
         let mut len = self.cluster.max(BlockSize::from_shift(20)).round_up(least + step);
         let mut grown = self.metadata.set_len(len).await;
         if grown.is_err() {
@@ -570,6 +571,10 @@ impl Qcow2 {
             grown = self.metadata.set_len(len).await;
         }
         grown.context(|| format!("{}: can't grow the file", self.engine.name))?;
+        if let FileGrowth::Allocated(_) = self.growth {
+            // A host that cannot finds space when it is written to; for want of space a write may still fail, and say so.
+            let _ = self.metadata.preallocate(ImageOffset::new(was).span(len - was)).await;
+        }
         self.refcounts().has_grown(len);
         Ok(())
     }

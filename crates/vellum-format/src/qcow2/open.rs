@@ -34,7 +34,7 @@ use crate::Prealloc;
 use crate::engine::Engine;
 use crate::handover::may_change;
 use crate::hash::HashSet;
-use crate::image::{CachedTables, Files, MAPPING_BYTES_DEFAULT};
+use crate::image::{CachedTables, FileGrowth, Files, MAPPING_BYTES_DEFAULT};
 use crate::journal::record::{BYTES_MAX, BYTES_MIN};
 use crate::luks::{GuestCipher, OldCipher, Unwritten};
 use crate::session::{CacheId, may_use};
@@ -74,8 +74,8 @@ pub struct OpenOptions {
     pub fills: Option<SharedDisk>,
     /// From where tables are read, where a cache keeps them; from the image, when not given.
     pub tables: Option<CachedTables>,
-    /// The file grows by this many bytes at a time at least.
-    pub growth_bytes: u64,
+    /// How the file grows.
+    pub growth: FileGrowth,
 }
 
 impl Default for OpenOptions {
@@ -93,7 +93,7 @@ impl Default for OpenOptions {
             flash: None,
             fills: None,
             tables: None,
-            growth_bytes: 0,
+            growth: FileGrowth::Usual,
         }
     }
 }
@@ -187,7 +187,7 @@ impl Qcow2 {
             prepare: Prepare::new(prealloc, ahead),
             decompressor,
             growing: Default::default(),
-            growth_bytes: options.growth_bytes,
+            growth: options.growth,
             contradiction: Default::default(),
             tracking,
             flash: options.flash,

@@ -200,6 +200,13 @@ fn names<'a>(value: &'a Value, name: &str) -> impl Iterator<Item = &'a str> {
     value.get(name).and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str)
 }
 
+/// As above, where what is no list of names could hide something that must be known.
+fn all_names<'a>(value: &'a Value, name: &str) -> Result<Vec<&'a str>> {
+    let Some(list) = value.get(name) else { return Ok(Vec::new()) };
+    let names = list.as_array().and_then(|names| names.iter().map(Value::as_str).collect());
+    names.ok_or_else(|| Error::corrupt(format!("the {name} in the LUKS header are not a list of names")))
+}
+
 fn mode(value: &Value) -> Result<Mode> {
     let cipher = text(value, "encryption")?;
     let unsupported =
@@ -339,10 +346,17 @@ pub fn put_checksum(copy: &mut [u8]) {
 }
 
 fn refuse_requirements(json: &Value) -> Result<()> {
-    let requirements = json.get("config").and_then(|config| config.get("requirements"));
-    let Some(name) = requirements.and_then(|wanted| names(wanted, "mandatory").next()) else {
+    let Some(requirements) = json.get("config").and_then(|config| config.get("requirements")) else {
         return Ok(());
     };
+    let is_known = requirements.as_object().map(|_| all_names(requirements, "mandatory"));
+    let unknown = || {
+        Error::corrupt(
+            "the LUKS header does not say what a program must know to use the image: its requirements are not a list of names",
+        )
+    };
+    let needed = is_known.and_then(Result::ok).ok_or_else(unknown)?;
+    let Some(name) = needed.first() else { return Ok(()) };
     let name = shown(name);
     let more = match name.contains("reencrypt") {
         true => ": its reencryption is not finished (`cryptsetup reencrypt --resume-only`)",
@@ -354,8 +368,8 @@ fn refuse_requirements(json: &Value) -> Result<()> {
 impl Segment {
     fn of(json: &Value, copy_len: u64) -> Result<Self> {
         let segments = members(json, "segments")?;
-        let mut flags = segments.values().flat_map(|segment| names(segment, "flags"));
-        if flags.any(|flag| flag.starts_with("backup-") || flag == "in-reencryption") {
+        let flags: Result<Vec<_>> = segments.values().map(|segment| all_names(segment, "flags")).collect();
+        if flags?.iter().flatten().any(|flag| flag.starts_with("backup-") || *flag == "in-reencryption") {
             return Err(Error::unsupported(
                 "the image is being reencrypted, which is not supported: finish it with `cryptsetup reencrypt`",
             ));

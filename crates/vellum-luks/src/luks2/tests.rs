@@ -122,6 +122,23 @@ fn what_makes_the_data_another_is_refused_by_name() {
         "reencryption is not finished",
     );
     refused("/config/requirements", wanted("inline-hw-tags"), Unsupported, "inline-hw-tags");
+    // What is no list may name something all the same.
+    for requirements in [
+        json!("online-reencrypt-v2"),
+        json!(["online-reencrypt-v2"]),
+        json!(null),
+        json!(1),
+        json!({ "mandatory": "online-reencrypt-v2" }),
+        json!({ "mandatory": { "online-reencrypt-v2": true } }),
+        json!({ "mandatory": null }),
+        json!({ "mandatory": [["online-reencrypt-v2"]] }),
+    ] {
+        refused("/config/requirements", requirements, Corrupt, "its requirements are not a list of names");
+    }
+    for requirements in [json!({}), json!({ "mandatory": [] })] {
+        parse(&with("/config/requirements", requirements)).expect("nothing is required");
+    }
+    refused("/segments/0/flags", json!("backup-final"), Corrupt, "flags");
     refused("/segments/1", json!({ "type": "linear" }), Unsupported, "2 segments");
     refused("/segments/0/flags", json!(["backup-final"]), Unsupported, "reencrypted");
     refused("/segments/0/integrity", json!({ "type": "hmac(sha256)" }), Unsupported, "hmac(sha256)");

@@ -134,7 +134,11 @@ fn words() -> Result<Vec<OsString>, ExitCode> {
         _ => return Ok(words),
     };
     match translated {
-        Ok(qemu_img::Request::Run(words)) => Ok(words),
+        Ok(qemu_img::Request::Run(words)) => {
+            // Of qemu-nbd it is known already.
+            words.get(1).and_then(|ours| ours.to_str()).into_iter().for_each(spoken::as_qemu_command);
+            Ok(words)
+        }
         Ok(qemu_img::Request::Say(text)) => {
             output::say(&text);
             Err(output::settle("help", true, ExitCode::SUCCESS))

@@ -7,20 +7,20 @@
 //!   qemu-nbd: d.qcow2 …: allow it with `vellum serve --allow-dir /d` or VELLUM_ALLOW_DIRS=/d
 //! ```
 //!
-//! 1. An option that a message advises is one of the program that was called, or is said to be of `vellum serve`.
+//! 1. An option that a message advises is one of the program that was called, of the command that was given to it, or is said to be
+//!    of `vellum serve`, or of that command of ours.
 //! 2. What is not advice is left as it is: what stands in a command of another program, and names of files. An option begins
 //!    a word.
-//!
-//! Left out: `qemu-img`, whose commands have the options of ours under the same names, but for a few.
 
 use std::borrow::Cow;
 use std::sync::OnceLock;
 
-use crate::getopt;
-use crate::qemu_nbd;
+use crate::getopt::{self, Named as _};
+use crate::qemu_img::table::{COMMANDS, Command, Meaning};
+use crate::{qemu_img, qemu_nbd};
 
 /// Options of ours and what `qemu-nbd` calls them.
-const THEIRS: &[(&str, &str)] = &[
+const OF_QEMU_NBD: &[(&str, &str)] = &[
     ("--direct", "--cache=none"),
     ("--durable", "--cache=writethrough"),
     ("--secret id=", "--object secret,id="),
@@ -30,54 +30,128 @@ const THEIRS: &[(&str, &str)] = &[
 /// Ours, where `qemu-nbd` has an option of that name with another meaning.
 const OTHER: &[&str] = &["--snapshot"];
 
-/// Whether this program was called as `qemu-nbd`.
-static IS_QEMU_NBD: OnceLock<()> = OnceLock::new();
+/// The program as which this one was called.
+#[derive(Clone, Copy)]
+enum Program {
+    QemuNbd,
+    QemuImg(&'static Command),
+}
+
+/// Nothing, where that is `vellum`.
+static CALLED_AS: OnceLock<Program> = OnceLock::new();
 
 /// From now on messages are in the words of `qemu-nbd`.
 pub(crate) fn as_qemu_nbd() {
-    let _ = IS_QEMU_NBD.set(());
+    let _ = CALLED_AS.set(Program::QemuNbd);
+}
+
+/// From now on messages are in the words of `qemu-img`, of the command that became this one of ours.
+pub(crate) fn as_qemu_command(ours: &str) {
+    if let Some(command) = COMMANDS.iter().find(|command| command.ours == ours) {
+        let _ = CALLED_AS.set(Program::QemuImg(command));
+    }
 }
 
 /// A message as it is said.
 pub(crate) fn spoken(line: &str) -> Cow<'_, str> {
-    match IS_QEMU_NBD.get() {
+    match CALLED_AS.get() {
         None => Cow::Borrowed(line),
-        Some(()) => in_words_of_qemu_nbd(line),
+        Some(program) => program.says(line),
     }
 }
 
-fn in_words_of_qemu_nbd(line: &str) -> Cow<'_, str> {
-    let rest = line.strip_prefix("vellum serve: ");
-    let line = rest.map_or(Cow::Borrowed(line), |rest| Cow::Owned(format!("{}: {rest}", qemu_nbd::NAME)));
-    if !line.contains("--") {
-        return line;
-    }
-    let (mut said, mut at) = (String::new(), 0);
-    while let Some(found) = line[at..].find("--").map(|found| at + found) {
-        said.push_str(&line[at..found]);
-        let end = line[found + 2..]
-            .find(|c: char| !c.is_ascii_lowercase() && c != '-')
-            .map_or(line.len(), |len| found + 2 + len);
-        let (option, before) = (&line[found..end], line[..found].chars().next_back());
-        let theirs = THEIRS.iter().find(|(ours, _)| {
-            line[found..].starts_with(ours) && (ours.len() == option.len() || ours.contains(' '))
-        });
-        at = end;
-        match theirs {
-            _ if option.len() == 2 || !matches!(before, None | Some(' ' | '`' | '(')) => {
-                said.push_str(option)
-            }
-            _ if is_of_another(&line[..found]) => said.push_str(option),
-            Some((ours, theirs)) => {
-                said.push_str(theirs);
-                at = found + ours.len();
-            }
-            None if is_theirs(option) => said.push_str(option),
-            None => said.extend(["vellum serve ", option]),
+impl Program {
+    /// The command of ours.
+    fn ours(self) -> &'static str {
+        match self {
+            Self::QemuNbd => "serve",
+            Self::QemuImg(command) => command.ours,
         }
     }
-    said.push_str(&line[at..]);
-    Cow::Owned(said)
+
+    fn says(self, line: &str) -> Cow<'_, str> {
+        let rest = line.strip_prefix("vellum ").and_then(|rest| rest.strip_prefix(self.ours()));
+        let line = match (rest.and_then(|rest| rest.strip_prefix(": ")), self) {
+            (None, _) => Cow::Borrowed(line),
+            (Some(rest), Self::QemuNbd) => Cow::Owned(format!("{}: {rest}", qemu_nbd::NAME)),
+            (Some(rest), Self::QemuImg(command)) => {
+                Cow::Owned(format!("{}: {}: {rest}", qemu_img::NAME, command.name))
+            }
+        };
+        if !line.contains("--") {
+            return line;
+        }
+        let (mut said, mut at) = (String::new(), 0);
+        while let Some(found) = line[at..].find("--").map(|found| at + found) {
+            said.push_str(&line[at..found]);
+            let end = line[found + 2..]
+                .find(|c: char| !c.is_ascii_lowercase() && c != '-')
+                .map_or(line.len(), |len| found + 2 + len);
+            let (option, before) = (&line[found..end], line[..found].chars().next_back());
+            at = end;
+            if option.len() == 2
+                || !matches!(before, None | Some(' ' | '`' | '('))
+                || is_of_another(&line[..found])
+            {
+                said.push_str(option);
+                continue;
+            }
+            match self.theirs(&line[found..], option) {
+                Some((theirs, len)) => {
+                    said.push_str(&theirs);
+                    at = found + len;
+                }
+                None => said.extend(["vellum ", self.ours(), " ", option]),
+            }
+        }
+        said.push_str(&line[at..]);
+        Cow::Owned(said)
+    }
+
+    /// What the program calls the option of ours with which this text begins, and how much of the text that is; nothing, where it
+    /// has none.
+    fn theirs(self, text: &str, option: &str) -> Option<(Cow<'static, str>, usize)> {
+        match self {
+            Self::QemuNbd => {
+                let ours = OF_QEMU_NBD.iter().find(|(ours, _)| {
+                    text.starts_with(ours) && (ours.len() == option.len() || ours.contains(' '))
+                });
+                match ours {
+                    Some((ours, theirs)) => Some(((*theirs).into(), ours.len())),
+                    None => is_of_qemu_nbd(option).then(|| (option.to_owned().into(), option.len())),
+                }
+            }
+            Self::QemuImg(command) => {
+                let has = |means| command.options().find(|row| row.means == means);
+                if text.starts_with("--secret id=") {
+                    has(Meaning::Same("--object"))?;
+                    return Some(("--object secret,id=".into(), "--secret id=".len()));
+                }
+                let theirs = match option {
+                    "--direct" => {
+                        has(Meaning::Cache)?;
+                        "-t none".into()
+                    }
+                    _ => of_qemu_img(command, option)?,
+                };
+                Some((theirs, option.len()))
+            }
+        }
+    }
+}
+
+/// The option of that command which does the same.
+fn of_qemu_img(command: &Command, option: &str) -> Option<Cow<'static, str>> {
+    let name = option.trim_start_matches('-');
+    let means = |row: &Meaning| matches!(row, Meaning::Same(ours) if *ours == option);
+    let is_called_so = command.options().any(|row| {
+        let (first, further) = row.long();
+        (first == name || further.contains(&name)) && (means(&row.means) || row.means == Meaning::Cache)
+    });
+    if is_called_so {
+        return Some(option.to_owned().into());
+    }
+    command.options().find(|row| means(&row.means)).map(|row| row.name().into())
 }
 
 /// Whether what comes next stands in a command that is written out.
@@ -86,14 +160,19 @@ fn is_of_another(before: &str) -> bool {
     is_quoted && before.rsplit('`').next().is_some_and(|command| !command.trim().is_empty())
 }
 
-fn is_theirs(option: &str) -> bool {
+fn is_of_qemu_nbd(option: &str) -> bool {
     let (rows, name) = (qemu_nbd::table::rows(), option.trim_start_matches('-'));
     !OTHER.contains(&option) && getopt::long(&rows, name).is_ok_and(|row| row.long == name)
 }
 
 #[cfg(test)]
 mod tests {
-    use super::in_words_of_qemu_nbd;
+    use super::{COMMANDS, Program};
+
+    fn in_words_of_qemu_img<'a>(name: &str, line: &'a str) -> std::borrow::Cow<'a, str> {
+        let command = COMMANDS.iter().find(|command| command.name == name).expect("a command of qemu-img");
+        Program::QemuImg(command).says(line)
+    }
 
     #[test]
     fn advice_is_in_the_words_of_the_program() {
@@ -117,7 +196,49 @@ mod tests {
             ("run `vellum migrate run --force` first", "run `vellum migrate run --force` first"),
             ("/images/--direct/d.raw -- and more", "/images/--direct/d.raw -- and more"),
         ] {
-            assert_eq!(in_words_of_qemu_nbd(ours), theirs);
+            assert_eq!(Program::QemuNbd.says(ours), theirs);
+        }
+    }
+
+    #[test]
+    fn advice_is_in_the_words_of_the_command_that_was_given() {
+        for (command, ours, theirs) in [
+            ("info", "vellum info: d.raw: no such file", "qemu-img: info: d.raw: no such file"),
+            ("info", "vellum serve: d.raw: no such file", "vellum serve: d.raw: no such file"),
+            (
+                "info",
+                "or use --force-share to read it while it changes",
+                "or use --force-share to read it while it changes",
+            ),
+            (
+                "check",
+                "allow it with `--allow-dir /d` or VELLUM_ALLOW_DIRS=/d",
+                "allow it with `vellum check --allow-dir /d` or VELLUM_ALLOW_DIRS=/d",
+            ),
+            (
+                "convert",
+                "give the secret that opens it with `--secret id=NAME,file=FILE`",
+                "give the secret that opens it with `--object secret,id=NAME,file=FILE`",
+            ),
+            (
+                "bitmap",
+                "give the secret that opens it with `--secret id=NAME,file=FILE`",
+                "give the secret that opens it with `vellum bitmap --secret id=NAME,file=FILE`",
+            ),
+            ("convert", "use --direct", "use -t none"),
+            ("convert", "use --out-of-order, or --format and --rate", "use -W, or --format and --rate"),
+            ("create", "`--unsafe-backing` does not open it", "`-u` does not open it"),
+            ("rebase", "or --unsafe, or --trust-base", "or --unsafe, or vellum rebase --trust-base"),
+            // Theirs is for something else.
+            ("amend", "say so with `--force`", "say so with `vellum amend --force`"),
+            (
+                "resize",
+                "if `vellum serve --control PATH` serves it, use `--control PATH` instead of the image",
+                "if `vellum serve --control PATH` serves it, use `vellum resize --control PATH` instead of the image",
+            ),
+            ("resize", "data would be lost: use --shrink", "data would be lost: use --shrink"),
+        ] {
+            assert_eq!(in_words_of_qemu_img(command, ours), theirs);
         }
     }
 }

@@ -13,7 +13,7 @@
 //! as its format needs.
 
 use std::cell::Cell;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -30,6 +30,8 @@ use crate::copy::{CopyCompression, CopyOptions, copy};
 use crate::create::{CreateTarget, create_native, create_qcow2, new_raw, no_new_luks};
 use crate::image::{ImageOptions, open_image};
 use crate::salvage::Salvaged;
+pub use crate::same_file::same_file;
+use crate::same_file::{files_of, files_of_top, first_same_file, refuse_same_file};
 use crate::signals::Stop;
 use crate::window::Window;
 
@@ -123,23 +125,16 @@ pub async fn convert(
     progress: &dyn Fn(Step),
 ) -> Result<()> {
     let disk = source.disk().clone();
+    let (size, files) = (disk.geometry().size, files_of(&source));
     if !conversion.salvages {
-        return convert_and(
-            &disk,
-            disk.geometry().size,
-            async || source.close().await,
-            conversion,
-            stop,
-            progress,
-        )
-        .await;
+        let close = async || source.close().await;
+        return convert_and((&disk, &files), size, close, conversion, stop, progress).await;
     }
     let known = source.tier().map(|tier| tier.missing()).unwrap_or_default();
     let salvaged = Arc::new(Salvaged::of(disk, known));
     let disk: SharedDisk = salvaged.clone();
-    let done =
-        convert_and(&disk, disk.geometry().size, async || source.close().await, conversion, stop, progress)
-            .await;
+    let close = async || source.close().await;
+    let done = convert_and((&disk, &files), size, close, conversion, stop, progress).await;
     let lost = salvaged.lost();
     lost.runs.iter().for_each(|run| progress(Step::Lost(*run)));
     if lost.bytes > 0 {
@@ -166,7 +161,8 @@ pub async fn convert_part(
         FormatKind::Raw => disk.geometry().size.next_multiple_of(BlockSize::SECTOR.bytes()),
         _ => disk.geometry().size,
     };
-    convert_and(&disk, sized, async || source.close().await, conversion, stop, progress).await
+    let files = files_of(&source);
+    convert_and((&disk, &files), sized, async || source.close().await, conversion, stop, progress).await
 }
 
 /// As [`convert`], for a disk that needs no closing.
@@ -176,23 +172,28 @@ pub(crate) async fn convert_disk(
     stop: &mut Stop,
     progress: &dyn Fn(Step),
 ) -> Result<()> {
-    convert_and(source, source.geometry().size, async || Ok(()), conversion, stop, progress).await
+    convert_and((source, &[]), source.geometry().size, async || Ok(()), conversion, stop, progress).await
 }
 
 async fn convert_and(
-    source: &SharedDisk,
+    (source, source_files): (&SharedDisk, &[PathBuf]),
     new_size: u64,
     close: impl AsyncFnOnce() -> Result<()>,
     conversion: &Conversion,
     stop: &mut Stop,
     progress: &dyn Fn(Step),
 ) -> Result<()> {
+    if let Err(error) = refuse_source_as_target(conversion, source_files) {
+        close().await?;
+        return Err(error);
+    }
     let bitmaps = &conversion.bitmaps[..];
     if conversion.fills_existing && !bitmaps.is_empty() {
         may_add_copies(&conversion.target, conversion.format, bitmaps).await?;
     }
     let draft = if conversion.fills_existing { None } else { Draft::begin(&conversion.target).await? };
-    let copying = Copying { how: conversion, draft: draft.as_ref(), has_begun: Cell::new(false), progress };
+    let has_begun = Cell::new(false);
+    let copying = Copying { how: conversion, source_files, draft: draft.as_ref(), has_begun, progress };
     let data_file = DataFile::of(&copying)?;
     let copied = copying.make_and_fill(source, new_size, stop).await;
     let mut copied = copied.and(close().await);
@@ -236,6 +237,8 @@ async fn convert_and(
 /// One conversion, once the source is open.
 struct Copying<'a> {
     how: &'a Conversion,
+    /// The files that are read.
+    source_files: &'a [PathBuf],
     /// The file that gets the target's name when it is complete. Without one the target is filled in place.
     draft: Option<&'a Draft>,
     /// Whether the target, or a data file, may have been changed.
@@ -345,6 +348,11 @@ impl Copying<'_> {
             ..ImageOptions::default()
         };
         let target = open_image(self.path(), &options).await?;
+        // Nothing was written yet.
+        if let Err(error) = refuse_among(&files_of_top(&target), self.source_files, &how.target) {
+            target.close().await?;
+            return Err(error);
+        }
         let room = target.disk().geometry().size;
         if room < size {
             target.close().await?;
@@ -474,10 +482,25 @@ impl DataFile {
     }
 }
 
-/// Whether both names lead to one file or device.
-pub fn same_file(a: &Path, b: &Path) -> bool {
-    let (Ok(a), Ok(b)) = (a.metadata(), b.metadata()) else { return false };
-    let same_device =
-        a.file_type().is_block_device() && b.file_type().is_block_device() && a.rdev() == b.rdev();
-    (a.dev(), a.ino()) == (b.dev(), b.ino()) || same_device
+/// Checks that what is written is nothing that is read: no name of the target leads to a file of the source.
+fn refuse_source_as_target(how: &Conversion, source_files: &[PathBuf]) -> Result<()> {
+    let data_file = how.qcow2.data_file.as_ref().filter(|_| how.format == FormatKind::Qcow2);
+    let data_file = data_file.map(|name| Gate::resolve(&how.target, name)).transpose()?;
+    if let Some(data_file) = data_file.as_ref().filter(|_| !how.fills_existing) {
+        refuse_same_file(&how.target, data_file)?;
+    }
+    let backing = how.backing.as_ref().map(|(name, _)| Gate::resolve(&how.target, name)).transpose()?;
+    let read: Vec<PathBuf> = source_files.iter().cloned().chain(backing).collect();
+    let written: Vec<PathBuf> =
+        [how.target.clone()].into_iter().chain(how.data_files.iter().cloned()).chain(data_file).collect();
+    refuse_among(&written, &read, &how.target)
+}
+
+/// Checks that no file that is written is among those that are read.
+fn refuse_among(written: &[PathBuf], read: &[PathBuf], target: &Path) -> Result<()> {
+    let Some(one) = first_same_file(written, read) else { return Ok(()) };
+    let target = target.display();
+    Err(Error::invalid(format!(
+        "{one} is read for the copy, and writing {target} would overwrite it: name another file"
+    )))
 }

@@ -21,6 +21,7 @@ use vellum_layer::{Chain, Gate, Referrer, Trust};
 
 use crate::host::Host;
 use crate::image::{ImageOptions, new_file, open_image};
+use crate::same_file::{files_of, first_same_file, refuse_same_file};
 use crate::template::{self, ListUse};
 
 /// A new image: where, and what is below it.
@@ -54,15 +55,23 @@ impl CreateTarget {
     /// # Errors
     /// When there is neither, or the backing image cannot be opened.
     pub async fn disk_size(&self) -> Result<u64> {
-        self.size_and_pin().await.map(|(size, _)| size)
+        self.size_and_below(None).await.map(|(size, _)| size)
     }
 
-    /// As above, and what the image is to record of the images below it.
-    async fn size_and_pin(&self) -> Result<(u64, Option<Pin>)> {
-        let Some(chain) = self.open_backing().await? else { return Ok((self.size_over(None)?, None)) };
+    /// As above, and what the image is to record of the images below it. None of their files is to be written: not the image, nor
+    /// its data file.
+    async fn size_and_below(&self, data_file: Option<&Path>) -> Result<(u64, Option<Pin>)> {
+        let written: Vec<PathBuf> =
+            [self.path.clone()].into_iter().chain(data_file.map(Path::to_owned)).collect();
+        let Some(chain) = self.open_backing().await? else {
+            let below = self.backing.as_ref().map(|(name, _)| Gate::resolve(&self.path, name)).transpose()?;
+            refuse_below(&written, below.as_slice())?;
+            return Ok((self.size_over(None)?, None));
+        };
         let size = chain.disk().geometry().size;
-        let pin = chain.pin_of_all();
+        let (pin, refused) = (chain.pin_of_all(), refuse_below(&written, &files_of(&chain)));
         chain.close().await?;
+        refused?;
         Ok((self.size_over(Some(size))?, pin?))
     }
 
@@ -124,6 +133,16 @@ impl CreateTarget {
 
     async fn file(&self) -> Result<Arc<File>> {
         new_file(&self.path, self.never_flushed).await
+    }
+}
+
+/// Checks that no file that is written is one of those below.
+fn refuse_below(written: &[PathBuf], below: &[PathBuf]) -> Result<()> {
+    match first_same_file(written, below) {
+        None => Ok(()),
+        Some(one) => Err(Error::invalid(format!(
+            "{one} is below the new image, which would overwrite it: name another file"
+        ))),
     }
 }
 
@@ -193,10 +212,11 @@ pub fn backing_name(backing: &Path, image: &Path) -> Result<String> {
 /// `Invalid` for options that contradict each other, and what the files say. An image that could not be made
 /// whole is removed.
 pub async fn create_qcow2(target: &CreateTarget, options: CreateOptions) -> Result<CreateOptions> {
-    let (size, pin) = target.size_and_pin().await?;
+    let data_path = options.data_file.as_ref().map(|name| data_file_path(&target.path, name)).transpose()?;
+    data_path.as_ref().map_or(Ok(()), |path| refuse_same_file(&target.path, path))?;
+    let (size, pin) = target.size_and_below(data_path.as_deref()).await?;
     let backing = target.backing.as_ref().map(|(name, format)| (name.clone(), Some(format.to_string())));
     let mut options = CreateOptions { size, backing, ..options }.settled();
-    let data_path = options.data_file.as_ref().map(|name| data_file_path(&target.path, name)).transpose()?;
     options.data_file = data_path.as_ref().map(|path| path_text(path)).transpose()?;
     let is_new_data = data_path.as_ref().filter(|path| !path.exists());
     let data_file: Option<SharedStorage> = match &data_path {
@@ -300,6 +320,12 @@ pub struct NativeImage {
 /// whole is removed.
 pub async fn create_native(target: &CreateTarget, options: native::CreateOptions) -> Result<NativeImage> {
     let backing = target.open_backing().await?;
+    if let Some(chain) = &backing
+        && let Err(error) = refuse_below(std::slice::from_ref(&target.path), &files_of(chain))
+    {
+        chain.close().await?;
+        return Err(error);
+    }
     let mut list = (None, ListUse::None);
     if let Some(chain) = &backing {
         list = template::zeros_of(chain).await;

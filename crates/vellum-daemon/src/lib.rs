@@ -7,7 +7,7 @@
 //!
 //! In reading order: [`host`] (files as the chain's opener), [`image`] (opening images), [`create`] (making
 //! them), [`mod@clone`] (making many over one template or snapshot), `clones_of` (finding those of a snapshot), [`inspect`] (reporting on them), [`mod@map`] (where their data is), [`closed`] (changing them while
-//! no server uses them), `data_file` (flushed before), [`bitmaps`] (of them), [`backup`] (of what changed), [`mod@copy`] (whole disks: copied, compared), [`mod@convert`] (into another image), [`mod@measure`] (how large one will be), `window` (a part of a disk), `salvage` (one that is damaged), [`mod@bench`] (how fast one is),
+//! no server uses them), `data_file` (flushed before), [`bitmaps`] (of them), [`backup`] (of what changed), [`mod@copy`] (whole disks: copied, compared), [`mod@convert`] (into another image), [`mod@measure`] (how large one will be), `window` (a part of a disk), `same_file` (files that have several names), `salvage` (one that is damaged), [`mod@bench`] (how fast one is),
 //! [`keys`] (of encrypted images), [`signals`] (that end such work), [`spec`] (the description of a server), [`mod@serve`] and `server` (from
 //! its start to its end), `door` (accepting NBD clients), `tls`, `rights` (of sockets), `served` (its disks
 //! and their snapshots), `new_top` (images that go on top of them), `meter` (measuring their requests), `metrics` (the figures for Prometheus), `vhost`
@@ -56,6 +56,7 @@ pub mod published;
 pub mod rebase;
 mod rights;
 mod salvage;
+mod same_file;
 mod seats;
 pub mod serve;
 mod served;

@@ -186,3 +186,69 @@ fn quickstart_shows_that_nothing_flushed_is_lost() {
     super::support::program::finish(command, None).answer();
     vellum(&["check", &format!("{kept}/clone.qcow2")]).answer();
 }
+
+/// Whatever name leads to it: what is read for a new image, or lies below it, is not overwritten by it.
+#[test]
+fn a_data_file_is_nothing_that_is_read() {
+    let dir = Dir::new("data-file");
+    let (base, over, new) = (dir.text("base.raw"), dir.text("over.qcow2"), dir.text("new.qcow2"));
+    let content = noise(1 << 20, 5);
+    std::fs::write(&base, &content).expect("a disk");
+    vellum(&["create", "-q", "-f", "qcow2", "-b", &base, "-F", "raw", &over]).answer();
+    std::os::unix::fs::symlink("base.raw", dir.join("link.raw")).expect("a link");
+    std::fs::hard_link(&base, dir.join("second.raw")).expect("a second name");
+    let is_as_it_was = |what: &[&str]| {
+        assert!(std::fs::read(&base).expect("there") == content, "{what:?} has changed it");
+        assert!(!std::path::Path::new(&new).exists(), "{what:?} has made an image");
+    };
+    let overwrites = ["would overwrite it", "name another file"];
+    for name in ["base.raw", "link.raw", "second.raw", "./base.raw", &base] {
+        let option = format!("data_file={name}");
+        for source in [["-f", "raw", &base], ["-f", "qcow2", &over]] {
+            let how = ["convert", "-U", "-O", "qcow2", "-o", &option];
+            let words = [&how[..], &source, &[&new]].concat();
+            refused(1, &overwrites, &words);
+            is_as_it_was(&words);
+        }
+        for below in [
+            &["-b", "base.raw", "-F", "raw", &new][..],
+            &["-b", "over.qcow2", "-F", "qcow2", &new],
+            &["-u", "-b", "base.raw", "-F", "raw", &new, "1M"],
+        ] {
+            let words = [&["create", "-f", "qcow2", "-o", &option][..], below].concat();
+            refused(1, &overwrites, &words);
+            is_as_it_was(&words);
+        }
+    }
+    // An image that is there, whose data file is the source, or a file below it; and a target that is one.
+    let there = dir.text("there.qcow2");
+    vellum(&["create", "-q", "-f", "qcow2", "-o", "data_file=there.data", &there, "1M"]).answer();
+    std::fs::remove_file(dir.join("there.data")).expect("it is there");
+    std::fs::hard_link(&base, dir.join("there.data")).expect("a second name");
+    for data_file in [&[][..], &["--data-file", &dir.text("there.data")]] {
+        let allowed = ["--allow-dir", &dir.text("")];
+        let words =
+            [&["convert", "-n", "-U", "-O", "qcow2"][..], &allowed, data_file, &[&over, &there]].concat();
+        refused(1, &overwrites, &words);
+        is_as_it_was(&words);
+    }
+    for how in [&["-U"][..], &["-U", "-n"]] {
+        let words = [&["convert", "-f", "qcow2", "-O", "raw"][..], how, &[&over, &base]].concat();
+        refused(1, &overwrites, &words);
+        is_as_it_was(&words);
+    }
+    for format in ["qcow2", "vellum"] {
+        let words = ["create", "-f", format, "-b", &base, "-F", "raw", &base];
+        refused(1, &overwrites, &words);
+        is_as_it_was(&words);
+    }
+    let itself = ["cannot be its own data file", "name another file"];
+    for name in ["new.qcow2", "./new.qcow2", &new] {
+        let option = format!("data_file={name}");
+        refused(1, &itself, &["create", "-f", "qcow2", "-o", &option, &new, "1M"]);
+        refused(1, &itself, &["convert", "-f", "raw", "-O", "qcow2", "-o", &option, &base, &new]);
+        is_as_it_was(&[name]);
+    }
+    let names = ["base.raw", "link.raw", "over.qcow2", "second.raw", "there.data", "there.qcow2"];
+    assert_eq!(dir.names(), names, "and nothing is left");
+}

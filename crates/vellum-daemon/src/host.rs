@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use futures_lite::FutureExt as _;
@@ -261,6 +261,34 @@ impl Offload for Pool {
         // A job that panics gives no answer; the future that waits for it handles that.
         let done = AssertUnwindSafe(unblock(job)).catch_unwind();
         spawn_local(async move { drop(done.await) }).detach();
+    }
+}
+
+/// As [`Pool`]. Whoever opens an image sees whether it waits for a computation.
+#[derive(Debug, Clone, Default)]
+pub struct CountedPool(Arc<AtomicUsize>);
+
+impl CountedPool {
+    /// How many run, or are about to.
+    pub fn running(&self) -> usize {
+        self.0.load(Ordering::Acquire)
+    }
+}
+
+impl Offload for CountedPool {
+    fn run(&self, job: Box<dyn FnOnce() + Send>) {
+        struct Ends(Arc<AtomicUsize>);
+        impl Drop for Ends {
+            fn drop(&mut self) {
+                self.0.fetch_sub(1, Ordering::AcqRel);
+            }
+        }
+        self.0.fetch_add(1, Ordering::AcqRel);
+        let ends = Ends(self.0.clone());
+        Pool.run(Box::new(move || {
+            let _ends = ends;
+            job();
+        }));
     }
 }
 

@@ -20,7 +20,7 @@ use vellum_layer::{
 use vellum_remote::{REMOTE_TIMEOUT_DEFAULT, RemoteOptions};
 
 use crate::chunk_cache::CacheChoice;
-use crate::host::{Host, HostOptions, Pool};
+use crate::host::{CountedPool, Host, HostOptions};
 
 /// How an image is opened.
 #[derive(Debug, Clone, Default)]
@@ -84,6 +84,8 @@ pub struct ImageOptions {
     pub salvages: bool,
     /// Becomes true when a remote image is asked for.
     pub asks_remote: Arc<AtomicBool>,
+    /// Where its long computations run, such as deriving a key.
+    pub computing: CountedPool,
 }
 
 impl ImageOptions {
@@ -143,7 +145,7 @@ pub async fn open_over(
         snapshot: options.snapshot.clone(),
         without_backing: options.without_backing,
         gate: Host::gate(&options.allow_dirs, &options.data_files)?,
-        offload: Arc::new(Pool),
+        offload: Arc::new(options.computing.clone()),
         prealloc: options.prealloc,
         compaction: options.compaction,
         mapping_bytes_max: options.mapping_bytes_max,

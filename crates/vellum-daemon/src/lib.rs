@@ -82,7 +82,7 @@ pub use create::{
 };
 pub use flash::{FlashSpec, policy_of};
 pub use grow::GrowHook;
-pub use host::{Host, HostOptions, Pool};
+pub use host::{CountedPool, Host, HostOptions, Pool};
 pub use image::{ImageOptions, open_image};
 pub use nbd_devices::disconnect_nbd_device;
 pub use notify::NotifySocket;

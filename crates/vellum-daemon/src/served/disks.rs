@@ -6,8 +6,8 @@
 //! 3. No disk is added once the server ends: one that is still being opened is closed when it is open.
 //! 4. An image whose storage does not answer does not keep others from being opened, and is logged until it
 //!    is open or has failed.
-//! 5. When the server ends, an opening that waits for a remote image is abandoned after [`REMOTE_GRACE`]. For the image on
-//!    top that is as a crash is, of which it recovers.
+//! 5. When the server ends, an opening that waits for a remote image, or for a long computation such as deriving a key, is abandoned
+//!    after [`GRACE`]. For the image on top that is as a crash is, of which it recovers.
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ use vellum_io::{WorkersHandle, clock, spawn_local};
 use super::{Group, How, Served};
 use crate::contained::contained;
 use crate::flash::HostFlash;
-use crate::host::canonical_path;
+use crate::host::{CountedPool, canonical_path};
 use crate::spec::ExportSpec;
 use crate::stats::Stats;
 
@@ -35,8 +35,8 @@ const OPENED_AT_ONCE: usize = 16;
 /// If opening takes longer than this, another image is opened meanwhile.
 const OPENING_LONG: Duration = Duration::from_secs(2);
 
-/// How long a server that ends waits for images that are being opened over remote ones.
-const REMOTE_GRACE: Duration = Duration::from_secs(1);
+/// How long a server that ends waits for images that are being opened over remote ones, or whose keys are derived.
+const GRACE: Duration = Duration::from_secs(1);
 
 /// All disks of a server.
 pub(crate) struct Disks {
@@ -200,9 +200,11 @@ impl Disks {
         let _coming = Coming::of(self, &group.exports[0].path);
         let asks_remote = Arc::new(AtomicBool::new(false));
         let mut group = Group { canonical: group.canonical.clone(), exports: group.exports.clone() };
+        let computing = CountedPool::default();
         group.exports[0].image.asks_remote = asks_remote.clone();
+        group.exports[0].image.computing = computing.clone();
         let opening = Served::open(number, &group, self.how.clone(), self.workers.clone());
-        let served = or(opening, self.abandoned(&asks_remote)).await?;
+        let served = or(opening, self.abandoned(&asks_remote, &computing)).await?;
         let lost: Vec<Duration> = {
             let lost = self.lost_now();
             lost.iter().filter(|(path, _)| *path == served.canonical()).map(|(_, when)| *when).collect()
@@ -222,8 +224,9 @@ impl Disks {
         }
     }
 
-    /// Completes when the server has ended and a remote image, which may never answer, is waited for.
-    async fn abandoned(&self, asks_remote: &AtomicBool) -> Result<Arc<Served>> {
+    /// Completes when the server has ended and something is waited for that may take very long: a remote image, which may never
+    /// answer, or a computation.
+    async fn abandoned(&self, asks_remote: &AtomicBool, computing: &CountedPool) -> Result<Arc<Served>> {
         loop {
             let ending = self.ending.listen();
             if self.has_ended.load(Ordering::Acquire) {
@@ -232,8 +235,8 @@ impl Disks {
             ending.await;
         }
         loop {
-            clock().sleep(REMOTE_GRACE).await;
-            if asks_remote.load(Ordering::Acquire) {
+            clock().sleep(GRACE).await;
+            if asks_remote.load(Ordering::Acquire) || computing.running() > 0 {
                 return Err(ends());
             }
         }

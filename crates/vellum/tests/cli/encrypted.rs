@@ -1,10 +1,15 @@
 //! Encrypted images, with `qemu-img` as the other program: made, copied, served; secrets and keys.
 
+use std::process::Stdio;
+use std::time::Instant;
+
+use rustix::process::{Signal, kill_process};
+
 use super::refused;
 use super::support::dir::Dir;
-use super::support::program::{finish, succeed, vellum, vellum_command};
+use super::support::program::{finish, pid_of, succeed, vellum, vellum_command, wait};
 use super::support::server::Server;
-use super::support::{noise, patchy};
+use super::support::{PATIENCE, noise, patchy, until};
 
 const LEN: usize = 3 << 20;
 
@@ -75,6 +80,54 @@ fn what_a_server_writes_is_encrypted_and_kept() {
     assert!(read[1 << 20..][..70_000] == bytes && read[5000..5100] == bytes[..100]);
     let stored = std::fs::read(&image).expect("there");
     assert!(!stored.windows(32).any(|window| window == &bytes[512..544]), "nobody may read it");
+}
+
+/// A header may ask for so many iterations that a key takes minutes.
+#[test]
+fn a_server_that_derives_a_key_ends_when_it_is_told_to() {
+    const ITERATIONS: u32 = 99_000_000;
+    let dir = Dir::new("encrypted-slow");
+    let [option, spec] = secret(&dir, "a", "b");
+    let image = dir.text("disk.qcow2");
+    let new = "encrypt.format=luks,encrypt.key-secret=a,encrypt.iter-time=10";
+    vellum(&["create", "-q", "-f", "qcow2", &option, &spec, "-o", new, &image, "3M"]).answer();
+    let mut bytes = std::fs::read(&image).expect("an image");
+    let header = bytes.windows(6).position(|part| part == b"LUKS\xBA\xBE").expect("a header");
+    // The iterations of the first slot.
+    bytes[header + 212..][..4].copy_from_slice(&ITERATIONS.to_be_bytes());
+    std::fs::write(&image, &bytes).expect("our own file");
+    for signal in [Signal::TERM, Signal::INT] {
+        let place = Dir::short();
+        let nbd = format!("unix:{}", place.text("nbd"));
+        let mut command = vellum_command();
+        // A server that waits for the key ends with an error after twice this time.
+        command.args(["serve", &option, &spec, &image, "--nbd", &nbd, "--drain-seconds", "5"]);
+        let begun = Instant::now();
+        let child = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("our own program can be started");
+        until("it derives a key", || derives(child.id()));
+        kill_process(pid_of(&child), signal).expect("it runs");
+        let ran = wait(child, begun, PATIENCE).expect("it ends");
+        assert_eq!(ran.code, 0, "{signal:?}: {ran:?}");
+        assert!(!ran.err.contains("not closed") && !ran.err.contains("ready"), "{signal:?}: {ran:?}");
+        assert!(std::fs::read(&image).expect("there") == bytes, "{signal:?}: it is as it was");
+    }
+}
+
+/// Whether a thread for computations has computed for a while.
+fn derives(pid: u32) -> bool {
+    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return false };
+    threads.flatten().any(|thread| {
+        let stat = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
+        let (name, rest) = stat.rsplit_once(')').unwrap_or_default();
+        // Its time in user mode, in hundredths of a second.
+        let ticks = rest.split_whitespace().nth(11).and_then(|ticks| ticks.parse().ok());
+        name.contains("vellum-blocking") && ticks.is_some_and(|ticks: u64| ticks >= 20)
+    })
 }
 
 #[test]

@@ -114,7 +114,7 @@ async fn with_source(
         None => copying.all(&mut done).await,
     };
     let ended = match copied {
-        Ok(()) => target.publish().await,
+        Ok(()) => target.publish(&is_stopped).await,
         Err(error) => Err(target.give_up(error).await),
     };
     match ended {
@@ -222,12 +222,18 @@ impl Target {
         self.chain.disk()
     }
 
-    /// Closes it, and gives it its name.
-    pub(crate) async fn publish(self) -> Result<()> {
-        let Self { draft, chain, name } = self;
-        let closed = chain.close().await;
+    /// Closes it, and gives it its name, unless it is not wanted any more by then. That is asked last, when all of it is durable.
+    pub(crate) async fn publish(self, is_stopped: &dyn Fn() -> bool) -> Result<()> {
+        let Self { mut draft, chain, name } = self;
+        let mut ready = chain.close().await;
         drop(chain);
-        match closed {
+        if ready.is_ok() {
+            ready = draft.flush().await;
+        }
+        if ready.is_ok() && is_stopped() {
+            ready = Err(stopped());
+        }
+        match ready {
             Ok(()) => draft.publish().await, // commit point
             Err(error) => {
                 let _ = draft.discard();
@@ -244,6 +250,10 @@ impl Target {
         let _ = draft.discard();
         error.context(format!("{} was not created, and the bitmap is as before", name.display()))
     }
+}
+
+fn stopped() -> Error {
+    Error::new(ErrorKind::Closed, "stopped before the end")
 }
 
 /// From one disk to the other.
@@ -317,7 +327,7 @@ impl Copying<'_> {
 
     fn may_go_on(&self) -> Result<()> {
         match (self.is_stopped)() {
-            true => Err(Error::new(ErrorKind::Closed, "stopped before the end")),
+            true => Err(stopped()),
             false => Ok(()),
         }
     }

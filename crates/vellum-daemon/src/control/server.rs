@@ -4,7 +4,6 @@
 use std::ops::ControlFlow;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use futures_lite::future::or;
@@ -78,7 +77,7 @@ impl Control {
                 let control = self.clone();
                 let session = async move {
                     let session = async {
-                        control.session(&socket.attach()).await;
+                        control.session(&Rc::new(socket.attach())).await;
                         Ok(())
                     };
                     let _ = contained("a session on the control socket", session).await;
@@ -97,14 +96,14 @@ impl Control {
 
     /// One connection. A request is never dropped half way. Waiting for a request and sending an answer may
     /// be dropped, and so may waiting for the end of a command whose client has left.
-    async fn session(&self, stream: &Stream) {
+    async fn session(&self, stream: &Rc<Stream>) {
         let mut lines = Lines::new(REQUEST_BYTES_MAX);
         loop {
             let ended = async {
                 or(self.shutdown.requested(), clock().sleep(IDLE_MAX)).await;
                 Ok(None)
             };
-            let (answer, is_last) = match or(ended, lines.next(stream)).await {
+            let (answer, is_last) = match or(ended, lines.next(&**stream)).await {
                 Ok(Some(line)) => match self.answer(&line, stream).await {
                     Some(answer) => (answer, false),
                     None => return,
@@ -127,10 +126,10 @@ impl Control {
     }
 
     /// The answer; `None` when the client has left.
-    async fn answer(&self, line: &[u8], stream: &Stream) -> Option<Answer> {
+    async fn answer(&self, line: &[u8], stream: &Rc<Stream>) -> Option<Answer> {
         let result = match Request::parse(line) {
             Ok(request) => match self.waits_for(&request) {
-                Ok(None) => self.carry_out(&request, &AtomicBool::default()).await,
+                Ok(None) => self.carry_out(&request, &|| false).await,
                 Ok(Some(disk)) => self.attend(request, &disk, stream).await?,
                 Err(error) => Err(error),
             },
@@ -192,23 +191,21 @@ impl Control {
 
     /// Carries out a command that may take long, beside this connection. `None` if the client has left before
     /// its end. The command is then ended in good order, if that is what its client wants by leaving.
-    async fn attend(&self, request: Request, disk: &str, stream: &Stream) -> Option<Result<Value>> {
+    async fn attend(&self, request: Request, disk: &str, stream: &Rc<Stream>) -> Option<Result<Value>> {
         let takes_it_away = matches!(request, Request::ExportRemove { .. });
         let (place, _attended) = match self.places.take(disk, takes_it_away) {
             Ok(taken) => taken,
             Err(error) => return Some(Err(error)),
         };
-        let (control, has_left) = (self.clone(), Rc::new(AtomicBool::new(false)));
-        let leaves = has_left.clone();
+        let (control, client) = (self.clone(), stream.clone());
         let mut task = spawn_local(async move {
             let _place = place;
-            contained("the command", control.carry_out(&request, &has_left)).await
+            contained("the command", control.carry_out(&request, &|| client.is_gone())).await
         });
         let gone = async {
             while !stream.is_gone() {
                 clock().sleep(GONE_EVERY).await;
             }
-            leaves.store(true, Ordering::Relaxed);
             None
         };
         let ended = or(async { Some((&mut task).await) }, gone).await;
@@ -219,7 +216,7 @@ impl Control {
     }
 
     /// `has_left`: the client does not wait for the answer any more.
-    async fn carry_out(&self, request: &Request, has_left: &AtomicBool) -> Result<Value> {
+    async fn carry_out(&self, request: &Request, has_left: &dyn Fn() -> bool) -> Result<Value> {
         Ok(match request {
             Request::SnapshotCreate { disk, name } => {
                 refuse_own_name(name)?;

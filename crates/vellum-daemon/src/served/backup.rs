@@ -11,13 +11,12 @@
 //! 1. The backup is what the disk was at one moment, between two requests: all that changed after it was copied is copied again, the last
 //!    of it while no request runs.
 //! 2. What is written from that moment on is marked for the next backup.
-//! 3. A client that leaves before the backup has its name does not want it any more: it is given up, as if it had failed.
+//! 3. A client that leaves before the backup has its name does not want it any more: it is given up, as if it had failed. Whether the
+//!    client is there is asked before each piece, and last when the backup is durable and has only to be renamed.
 //! 4. Requests wait as long as it takes to copy what was written during the round before: at most [`LAST_BYTES`], or after [`ROUNDS`]
 //!    rounds whatever it is.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-
-use vellum_core::{Error, ErrorKind, Result, SharedDisk};
+use vellum_core::{Error, Result, SharedDisk};
 use vellum_format::image::OpenBitmaps;
 
 use super::{Served, Stage, Step};
@@ -45,7 +44,7 @@ impl Drop for TakeBack<'_> {
 
 impl Served {
     /// Makes a backup of the disk, unless whoever wants it leaves before.
-    pub(crate) async fn backup(&self, wish: &Backup, has_left: &AtomicBool) -> Result<BackedUp> {
+    pub(crate) async fn backup(&self, wish: &Backup, has_left: &dyn Fn() -> bool) -> Result<BackedUp> {
         let _step = self.begin(Step::Backup)?;
         let held = self.top().await?;
         let chain = held.0.as_ref().expect("it was looked at");
@@ -68,17 +67,16 @@ impl Served {
         let mut taken = TakeBack { bitmaps: &*bitmaps, name: &wish.bitmap, is_made: false };
         let mut done = BackedUp::default();
         let copied = self.copy_in_rounds(source, target.disk(), &*bitmaps, (wish, has_left), &mut done).await;
-        let copied = match has_left.load(Ordering::Relaxed) {
-            true => {
+        let ended = match copied {
+            Ok(()) => target.publish(has_left).await,
+            Err(error) => Err(target.give_up(error).await),
+        };
+        if let Err(error) = ended {
+            if has_left() {
                 let (path, target) = (self.shown(), wish.target.display());
                 tracing::warn!("the backup of {path} to {target} is given up, because its client has left");
-                copied.and(Err(Error::new(ErrorKind::Closed, "its client has left")))
             }
-            false => copied,
-        };
-        match copied {
-            Ok(()) => target.publish().await?,
-            Err(error) => return Err(target.give_up(error).await),
+            return Err(error);
         }
         taken.is_made = true;
         forget(&*bitmaps, wish).await; // commit point
@@ -90,10 +88,10 @@ impl Served {
         source: &SharedDisk,
         target: &SharedDisk,
         bitmaps: &dyn OpenBitmaps,
-        (wish, has_left): (&Backup, &AtomicBool),
+        (wish, has_left): (&Backup, &dyn Fn() -> bool),
         done: &mut BackedUp,
     ) -> Result<()> {
-        let is_stopped = || self.life().stage() != Stage::Serving || has_left.load(Ordering::Relaxed);
+        let is_stopped = || self.life().stage() != Stage::Serving || has_left();
         let copying = Copying { source, target, is_stopped: &is_stopped, progress: &|_, _| () };
         let mut is_first = true;
         for round in 0.. {

@@ -52,6 +52,8 @@ pub struct Draft {
     /// Holds the lock that distinguishes the draft from an abandoned one.
     file: OwnedFd,
     old: Option<Old>,
+    /// Its content is durable.
+    is_flushed: bool,
     is_done: bool,
 }
 
@@ -99,6 +101,22 @@ impl Draft {
     /// Whether it will replace another file.
     pub fn replaces(&self) -> bool {
         self.old.is_some()
+    }
+
+    /// Makes its content durable, once it is complete. Then giving it its name takes no time, and its caller can look once more whether
+    /// the name is still wanted.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub async fn flush(&mut self) -> Result<()> {
+        // The same open file: it learns of each write that has failed.
+        let target = self.target.display().to_string();
+        let failed = move |error| Error::io(error, format!("can't create {target}"));
+        let file = self.file.try_clone().map_err(&failed)?;
+        let flushed = unblock_at(&self.path, move || retry(|| rustix::fs::fsync(&file))).await;
+        flushed.map_err(|errno| failed(errno.into()))?;
+        self.is_flushed = true;
+        Ok(())
     }
 
     /// Flushes it, and gives it its name, durably. The program that filled it has closed it, and need not have flushed it.
@@ -177,7 +195,7 @@ fn begin(name: &Path) -> Result<Option<Draft>> {
         Err(Errno::ACCESS | Errno::PERM | Errno::ROFS) if old.is_some() => return Ok(None),
         Err(errno) => return Err(failed(errno)),
     };
-    let draft = Draft { path, target, file, old, is_done: false };
+    let draft = Draft { path, target, file, old, is_flushed: false, is_done: false };
     match &draft.old {
         Some(old) if take_over(&draft.file, &old.facts).is_err() => Ok(None),
         _ => Ok(Some(draft)),
@@ -314,7 +332,7 @@ fn publish(mut draft: Draft, is_durable: bool) -> Result<()> {
     let (path, target) = (&draft.path, &draft.target);
     let failed = |errno: Errno| Error::io(errno.into(), format!("can't create {}", target.display()));
     // Its content, owner and mode. This descriptor is older than all writes, so it learns of each that has failed.
-    if is_durable {
+    if is_durable && !draft.is_flushed {
         retry(|| rustix::fs::fsync(&draft.file)).map_err(failed)?;
     }
     let now = retry(|| rustix::fs::stat(target));

@@ -438,6 +438,49 @@ fn a_served_backup_ends_with_its_command() {
     assert!(stopped > 0);
 }
 
+/// All of the disk is copied, and the host takes its time to make it durable: whoever ends the command then does not get a backup.
+#[test]
+fn a_backup_whose_command_was_killed_before_the_end_gets_no_name() {
+    requires!("strace");
+    let dir = Dir::new("backups");
+    let image = new_image(&dir);
+    let served = Controlled::start(&["-f", "qcow2", &image]);
+    let (target, log) = (dir.text("0.qcow2"), dir.text("calls"));
+    let pid = served.server.pid().to_string();
+    let slow = ["-f", "-p", &pid, "-o", &log, "-e", "trace=fsync", "-e", "inject=fsync:delay_enter=5000000"];
+    let mut strace = std::process::Command::new("strace");
+    let mut strace =
+        strace.args(slow).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts");
+    super::support::until("the server is watched", || {
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it runs");
+        status.lines().any(|line| line.starts_with("TracerPid:") && !line.ends_with("\t0"))
+    });
+    let mut command = vellum_command();
+    command.args(["backup", "--control", &served.socket, "--bitmap", "daily", &target]);
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts");
+    let is_draft = |name: &String| name.contains(".vellum-");
+    super::support::until("there is a draft", || dir.names().iter().any(is_draft));
+    std::thread::sleep(Duration::from_millis(1500));
+    child.kill().expect("it waits for the answer");
+    child.wait().expect("a child");
+    super::support::until("the draft is removed", || !dir.names().iter().any(is_draft));
+    assert!(!std::path::Path::new(&target).exists(), "a backup that nobody waits for");
+    let _ = rustix::process::kill_process(
+        super::support::program::pid_of(&strace),
+        rustix::process::Signal::TERM,
+    );
+    strace.wait().expect("a child");
+    assert!(
+        std::fs::read_to_string(&log).expect("a log").contains("fsync("),
+        "the draft is made durable first"
+    );
+    // The bitmap has everything still.
+    let done = served.json("backup", &["--bitmap", "daily", &target]);
+    assert!(done["bytes-marked"].as_u64().expect("a number") >= SIZE as u64, "{done}");
+    served.server.stop();
+    assert!(content(&dir, &target) == content(&dir, &image));
+}
+
 /// A signal that comes while the last data is copied is one that comes before the end.
 #[test]
 fn a_backup_that_is_interrupted_is_none() {

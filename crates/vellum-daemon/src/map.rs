@@ -30,7 +30,7 @@ pub struct MapRow {
     /// Whether they are lost: a fast medium alone should have them, and has not.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub lost: bool,
-    /// Where it begins in the file, if it has a place of its own there.
+    /// Where it begins in the file, if it has a place of its own there: also zeros for which space is kept.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub offset: Option<u64>,
     /// The file that has it: its name as it was requested, or as it is in the image above.
@@ -64,9 +64,15 @@ pub async fn map(
             rest = GuestSpan::between(extent.span.end(), rest.end());
             for part in at_the_end_of_its_disk(&chain, extent) {
                 for (part, is_lost) in cut_at(&lost, part) {
-                    let row = row(&chain, part, &mut names);
-                    // It has no bytes, so none that are compressed.
-                    push(&mut rows, MapRow { lost: is_lost, compressed: row.compressed && !is_lost, ..row });
+                    for (part, kept_at) in cut_at_places(&chain, part).await? {
+                        let row = row(&chain, part, &mut names);
+                        let row = MapRow { offset: kept_at.or(row.offset), ..row };
+                        // It has no bytes, so none that are compressed.
+                        push(
+                            &mut rows,
+                            MapRow { lost: is_lost, compressed: row.compressed && !is_lost, ..row },
+                        );
+                    }
                 }
             }
         }
@@ -105,6 +111,27 @@ fn cut_at(lost: &[GuestSpan], extent: MergedExtent) -> Vec<(MergedExtent, bool)>
     }
     add(rest, false);
     parts
+}
+
+/// Cuts zeros where their places begin and end, and says where each part lies.
+async fn cut_at_places(chain: &Chain, extent: MergedExtent) -> Result<Vec<(MergedExtent, Option<u64>)>> {
+    let zeros = chain.member(extent.depth).opened.zeros.as_ref();
+    let Some(zeros) = zeros.filter(|_| matches!(extent.place, Place::Zero { allocated: true })) else {
+        return Ok(vec![(extent, None)]);
+    };
+    let (mut parts, mut rest) = (Vec::new(), extent.span);
+    let mut add = |span: GuestSpan, at| {
+        if !span.is_empty() {
+            parts.push((MergedExtent { span, ..extent.clone() }, at));
+        }
+    };
+    for (span, at) in zeros.zero_places(extent.span).await? {
+        add(GuestSpan::between(rest.start(), span.start()), None);
+        add(span, Some(at.bytes()));
+        rest = GuestSpan::between(span.end(), rest.end());
+    }
+    add(rest, None);
+    Ok(parts)
 }
 
 fn row(chain: &Chain, extent: MergedExtent, names: &mut Names) -> MapRow {

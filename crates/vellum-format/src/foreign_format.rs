@@ -248,6 +248,7 @@ impl Head for ForeignHead {
                 bitmaps: None,
                 views: None,
                 tier: None,
+                zeros: None,
             })
         })
     }

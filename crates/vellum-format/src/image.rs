@@ -20,8 +20,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use vellum_core::pin::Pin;
 use vellum_core::{
-    BlockSize, Clock, Error, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk, SharedStorage,
-    Storage,
+    BlockSize, Clock, Error, GuestSpan, HostTally, ImageOffset, Inline, LocalFuture, Offload, Result,
+    SharedDisk, SharedStorage, Storage,
 };
 
 pub use crate::closed_bitmaps::{Bitmap, BitmapChange, Bits, ClosedBitmaps, MergeSource, OpenBitmaps};
@@ -166,6 +166,17 @@ pub struct Opened {
     pub views: Option<Arc<dyn Views>>,
     /// Its copies on a fast medium, where it was opened with the one that it names.
     pub tier: Option<Arc<dyn Tiers>>,
+    /// Where its zeros have space, in formats that say so.
+    pub zeros: Option<Arc<dyn ZeroPlaces>>,
+}
+
+/// The places of zeros for which space is kept.
+pub trait ZeroPlaces: Send + Sync {
+    /// The parts of the run that are such zeros, in order, and where each of them lies. They may have changed meanwhile.
+    ///
+    /// # Errors
+    /// Those of reading the mapping.
+    fn zero_places(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<(GuestSpan, ImageOffset)>>>;
 }
 
 /// An image that is to be below another one.

@@ -324,6 +324,7 @@ impl Head for Len {
             bitmaps: None,
             views: None,
             tier: None,
+            zeros: None,
         }))
     }
 }

@@ -163,6 +163,7 @@ impl Head for LuksHead {
                 bitmaps: None,
                 views: None,
                 tier: None,
+                zeros: None,
             })
         })
     }

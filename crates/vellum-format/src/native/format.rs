@@ -52,6 +52,7 @@ fn opened(native: Arc<Native>) -> Opened {
         bitmaps: None,
         views: None,
         tier,
+        zeros: None,
     }
 }
 

@@ -25,7 +25,7 @@ use crate::closed_bitmaps::{BitmapChange, ClosedBitmaps, OpenBitmaps};
 use crate::handover::{Handover, may_change};
 use crate::image::{
     Amend, ClosedSnapshots, Compressing, Fact, Files, Format, Growth, Head, Machine, NewBacking,
-    OpenOptions as Options, Opened, Snapshot, SnapshotSupport, Views, Wanted,
+    OpenOptions as Options, Opened, Snapshot, SnapshotSupport, Views, Wanted, ZeroPlaces,
 };
 use crate::luks::{self, KeyArea};
 use crate::prealloc::Prealloc;
@@ -386,8 +386,9 @@ impl Head for Header {
             let bitmaps = self.bitmaps().map(|_| disk.clone() as Arc<dyn OpenBitmaps>);
             let viewed = if is_snapshot { None } else { Viewed::of(&disk, self).await };
             let views = viewed.map(|viewed| Arc::new(viewed) as Arc<dyn Views>);
+            let zeros = self.encryption().is_none().then(|| disk.clone() as Arc<dyn ZeroPlaces>);
             let (snapshots, detaching, tier) = (None, None, None);
-            Ok(Opened { disk, snapshots, compressing, detaching, sessions, bitmaps, views, tier })
+            Ok(Opened { disk, snapshots, compressing, detaching, sessions, bitmaps, views, tier, zeros })
         })
     }
 

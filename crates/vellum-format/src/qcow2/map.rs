@@ -1,10 +1,12 @@
 //! The places of the disk's bytes: for block status, conversion, and the layers above.
 
 use futures_lite::future::yield_now;
-use vellum_core::{Extent, GuestSpan, Place, Result};
+use vellum_core::{Extent, GuestSpan, ImageOffset, LocalFuture, Place, Result};
 
+use super::entry::ClusterState;
 use super::image::{Missing, Qcow2};
 use super::read::{Origin, Parts};
+use crate::image::ZeroPlaces;
 
 /// An answer ends early after about this many extents.
 const EXTENTS_MAX: usize = 1024;
@@ -49,5 +51,54 @@ impl Qcow2 {
             Extent { span, place }
         });
         Ok(extents.collect())
+    }
+}
+
+impl ZeroPlaces for Qcow2 {
+    fn zero_places(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<(GuestSpan, ImageOffset)>>> {
+        Box::pin(async move {
+            let _inside = self.engine.epochs.enter();
+            let mut found: Vec<(GuestSpan, ImageOffset)> = Vec::new();
+            let mut rest = span;
+            while !rest.is_empty() {
+                if let Some((_, later)) = self.mapping.without_table(rest) {
+                    rest = later;
+                    yield_now().await;
+                    continue;
+                }
+                let (now, later) = self.first_part(rest);
+                let state = match self.lookup(self.cluster.cluster_of(now.start()))? {
+                    Ok(state) => state,
+                    Err(Missing(page)) => {
+                        self.load(page).await?;
+                        continue;
+                    }
+                };
+                rest = later;
+                if self.cluster.cluster_of(now.start()).index().is_multiple_of(CLUSTERS_AT_ONCE) {
+                    yield_now().await;
+                }
+                let ClusterState::Plain(units) = state else { continue };
+                // At the start of a data file such an entry has no place, as with QEMU.
+                let Some(host) = units.host.filter(|host| host.bytes() > 0 && units.zero != 0) else {
+                    continue;
+                };
+                let size = self.entries.unit_size();
+                for piece in size.pieces_of(now) {
+                    let within = self.cluster.within(piece.start());
+                    if (units.zero & !units.alloc) >> (within >> size.shift()) & 1 == 0 {
+                        continue;
+                    }
+                    let at = host + within;
+                    match found.last_mut() {
+                        Some((run, first)) if run.end() == piece.start() && *first + run.len() == at => {
+                            *run = GuestSpan::between(run.start(), piece.end());
+                        }
+                        _ => found.push((piece, at)),
+                    }
+                }
+            }
+            Ok(found)
+        })
     }
 }

@@ -158,6 +158,7 @@ impl Below {
                             bitmaps: None,
                             views: None,
                             tier: None,
+                            zeros: None,
                         }
                     })
                 }

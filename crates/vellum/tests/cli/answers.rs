@@ -74,8 +74,8 @@ fn info_is_what_qemu_img_answers() {
     }
 }
 
-/// The rows of a map, reduced to what both programs report alike: QEMU also queries the host's file system
-/// for holes in the data, and reports the place of zeros that keep their space.
+/// The rows of a map, reduced to what both programs report alike: of images with preallocated metadata QEMU also queries the host's
+/// file system for holes in the data, and it reports a place for what is nowhere beside data of the same cluster.
 fn rows(text: &str) -> Vec<(u64, u64, Value)> {
     let rows: Vec<Value> = serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"));
     let mut merged: Vec<(u64, u64, Value)> = Vec::new();
@@ -83,7 +83,7 @@ fn rows(text: &str) -> Vec<(u64, u64, Value)> {
         let (start, len) =
             (row["start"].as_u64().expect("a number"), row["length"].as_u64().expect("a number"));
         // The distance from its place in the disk to that in the file is one for all of an extent.
-        let offset = row["offset"].as_u64().filter(|_| row["data"] == true);
+        let offset = row["offset"].as_u64().filter(|_| row["present"] == true);
         let place = offset.map(|offset| i128::from(offset) - i128::from(start));
         let zero = row["data"] == false && row["zero"] == true;
         for field in ["start", "length", "offset", "zero"] {

@@ -11,9 +11,10 @@ use futures_lite::future::block_on;
 use vellum_core::{
     Buffer, Disk, ErrorKind, GuestOffset, ImageOffset, MemoryStorage, SharedStorage, Storage as _, WriteFlags,
 };
+use vellum_format::FormatKind;
 use vellum_format::qcow2::check::check;
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
-use vellum_format::report::Repair;
+use vellum_format::report::{CheckReport, Repair};
 use vellum_sim::{Content, Delay, Drive, DriveOptions, Fault, FaultPlan, Operation, Repeat, World};
 
 const CLUSTER: u64 = 4096;
@@ -228,6 +229,37 @@ fn refcounts_are_not_rebuilt_for_half_an_image() {
     let error = block_on(check(&header, &image, Repair::All, &mut |_| {})).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Corrupt, "{}", error.chain());
     assert!(storage.content().to_vec() == bytes, "nothing was written");
+}
+
+/// A snapshot table over the limits, which a repair would cut, in an image with something that cannot be repaired: the table stays
+/// as it is. What the repair says is left is what the next check finds.
+#[test]
+fn a_repair_that_leaves_a_snapshot_table_tells_what_it_leaves() {
+    let good: SharedStorage = MemoryStorage::holding("image", &image().to_vec());
+    let snapshots = FormatKind::Qcow2.format().closed_snapshots().expect("qcow2 has snapshots");
+    block_on(snapshots.create(&good, "one", Duration::ZERO, false)).unwrap();
+    let len = usize::try_from(good.len()).unwrap();
+    let good = block_on(good.read(ImageOffset::ZERO, Buffer::for_overwrite(len))).unwrap().to_vec();
+    let table_of_snapshots = usize::try_from(word(&good, 64)).unwrap();
+    for (what, breaks) in [("the table alone", false), ("an L2 entry names the L1 table, too", true)] {
+        let mut bytes = good.clone();
+        // 2000 bytes of extra data, and then the names.
+        bytes[table_of_snapshots + 36..][..4].copy_from_slice(&2000_u32.to_be_bytes());
+        if breaks {
+            let (l1, l2) = (word(&bytes, 40), usize::try_from(table(&bytes)).unwrap());
+            bytes[l2 + 8..][..8].copy_from_slice(&l1.to_be_bytes());
+        }
+        let image: SharedStorage = MemoryStorage::holding("image", &bytes);
+        block_on(async {
+            let header = Header::read(&*image).await.unwrap();
+            let report = check(&header, &image, Repair::All, &mut |_| {}).await.unwrap();
+            let (again, lines) = look(&image).await.unwrap();
+            let found = |report: &CheckReport| (report.check_errors, report.corruptions, report.leaks);
+            assert_eq!(found(&report), found(&again), "{what}: {lines:#?}");
+            assert_eq!(report.is_clean(), !breaks, "{what}: {lines:#?}");
+            assert!(report.corruptions_fixed > 0 || breaks, "{what}: {report:?}");
+        });
+    }
 }
 
 /// An entry names a table as guest data, or another table as its own. A repair gives the cluster a refcount

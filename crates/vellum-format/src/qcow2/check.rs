@@ -132,9 +132,14 @@ async fn check_tables(
         header = Header::read(&**image).await?;
         walked = Walk::run(&header, &**image, mends_snapshots, &mut silent).await?;
     }
+    let corruptions_fixed = before.corruptions.saturating_sub(walked.report.corruptions);
+    let leaks_fixed = before.leaks.saturating_sub(walked.report.leaks);
+    // A table over the limits that stays is not read by others, nor by the next check.
+    if mends_snapshots && walked.is_over_limits {
+        walked = Walk::run(&header, &**image, false, &mut silent).await?;
+    }
     let mut after = walked.report;
-    after.corruptions_fixed = before.corruptions.saturating_sub(after.corruptions);
-    after.leaks_fixed = before.leaks.saturating_sub(after.leaks);
+    (after.corruptions_fixed, after.leaks_fixed) = (corruptions_fixed, leaks_fixed);
     if repair == Repair::All && after.check_errors == 0 && after.corruptions == 0 {
         finish(&mut header, &**image).await?;
     } else if header.has_unknown_autoclear() {
@@ -240,6 +245,8 @@ struct Walked {
     wrong_flags: u64,
     /// Corruptions that are only entries of the snapshot table without what version 3 requires, or over the limits.
     incomplete: u64,
+    /// The snapshot table is over the limits.
+    is_over_limits: bool,
     /// Table entries to repair, with their new values: without reserved bits, and without an impossible place
     /// where nothing is lost.
     mended: Vec<(ImageOffset, u64)>,
@@ -306,6 +313,7 @@ impl<'a> Walk<'a> {
             flags_suspect: header.snapshot_count > 0,
             wrong_flags: 0,
             incomplete: 0,
+            is_over_limits: false,
             mended: Vec::new(),
         };
         let mut walk = Walk { header, image, entries: Entries::of(header), mends_snapshots, say, result };

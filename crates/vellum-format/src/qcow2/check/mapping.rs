@@ -284,6 +284,7 @@ impl Walk<'_> {
             Err(error) => return Err(error),
         };
         let faults = mended.faults();
+        self.result.is_over_limits = !faults.is_empty();
         if !faults.is_empty() && !self.mends_snapshots {
             // As with QEMU, the check is not complete.
             self.result.hidden = true;

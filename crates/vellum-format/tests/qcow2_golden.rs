@@ -19,6 +19,7 @@ use vellum_core::{
 };
 use vellum_format::FormatKind;
 use vellum_format::handover::{Handover, MoveNumber};
+use vellum_format::image::BitmapChange;
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create, recover};
 use vellum_format::session::{CacheId, Session, SessionNumber, SessionState, Sessions};
 
@@ -165,7 +166,99 @@ fn images() -> Vec<(String, Vec<u8>)> {
     ] {
         images.push((name.to_owned(), with_session(&kinds()[2].1, seed, is_closed, holds_writes)));
     }
+    images.push(("bitmaps".to_owned(), with_bitmaps(true)));
+    images.push(("bitmaps-not-closed".to_owned(), with_bitmaps(false)));
+    images.push(("qemu-bitmaps".to_owned(), with_bitmaps_of_qemu()));
     images
+}
+
+/// An image with bitmaps, that was written before and after one of them was disabled.
+fn with_bitmaps(is_closed: bool) -> Vec<u8> {
+    let storage = MemoryStorage::new("image");
+    let image: SharedStorage = storage.clone();
+    let bitmaps = FormatKind::Qcow2.format().closed_bitmaps().expect("qcow2 has bitmaps");
+    let add = |granularity| BitmapChange::Add { granularity: Some(granularity) };
+    block_on(async {
+        create(&*storage, None, &kinds()[2].1).await.expect("an image");
+        for (name, granularity) in [("fine", 512), ("coarse", 65_536), ("stopped", 4096)] {
+            bitmaps.change(&image, name, &[add(granularity)]).await.expect("it is added");
+        }
+        for round in 0..2 {
+            let mut random = Random::from_seed(81 + round);
+            let disk = open(&storage, false).await;
+            for _ in 0..12 {
+                let (at, len) = (random.below(SIZE - 9000), 1 + random.below(9000));
+                let data = Buffer::copy_of(&vec![7; usize::try_from(len).expect("small")]);
+                disk.write(GuestOffset::new(at), data, WriteFlags::default()).await.expect("written");
+            }
+            disk.flush().await.expect("flushed");
+            if is_closed || round == 0 {
+                disk.close().await.expect("closed");
+            }
+            if round == 0 {
+                bitmaps.change(&image, "stopped", &[BitmapChange::Disable]).await.expect("it is disabled");
+            }
+        }
+    });
+    storage.content().to_vec()
+}
+
+/// Bitmaps that QEMU has made and kept up.
+fn with_bitmaps_of_qemu() -> Vec<u8> {
+    let file = scratch("bitmaps.qcow2");
+    let image = file.to_str().expect("text");
+    let run = |program: &str, words: &[&str]| {
+        let ran = Command::new(program).args(words).arg(image).output().expect("this needs qemu-img");
+        assert!(ran.status.success(), "{words:?}: {ran:?}");
+    };
+    let bitmap = |words: &[&str], name: &str| {
+        let ran = Command::new("qemu-img").arg("bitmap").args(words).args([image, name]).output();
+        assert!(ran.as_ref().is_ok_and(|ran| ran.status.success()), "{words:?}: {ran:?}");
+    };
+    let size = ["create", "-q", "-f", "qcow2", "-o", "cluster_size=4096,size=1M"];
+    run("qemu-img", &size);
+    for (name, granularity) in [("fine", "512"), ("coarse", "65536"), ("stopped", "4096")] {
+        bitmap(&["--add", "-g", granularity], name);
+    }
+    run("qemu-io", &["-f", "qcow2", "-c", "write 10k 20k", "-c", "write -z 300k 4k"]);
+    bitmap(&["--disable"], "stopped");
+    run("qemu-io", &["-f", "qcow2", "-c", "write 700k 64k", "-c", "discard 64k 64k"]);
+    std::fs::read(&file).expect("an image")
+}
+
+/// A line for each bitmap: its image, its name, what it is, and what is marked in it.
+fn bitmaps_of(name: &str, image: &SharedStorage) -> String {
+    let bitmaps = FormatKind::Qcow2.format().closed_bitmaps().expect("qcow2 has bitmaps");
+    let mut lines = String::new();
+    for bitmap in block_on(bitmaps.list(&**image)).expect("they can be read") {
+        let bits = block_on(bitmaps.load(&**image, &bitmap.name)).expect("it can be relied on");
+        let (mut runs, mut at) = (String::new(), GuestOffset::ZERO);
+        while let Some(run) = bits.next_marked(at) {
+            at = run.end();
+            runs += &format!(" {}+{}", run.start(), run.len());
+        }
+        let kept_up = if bitmap.is_auto { "enabled" } else { "disabled" };
+        lines += &format!("{name} {} {} {kept_up}{runs}\n", bitmap.name, bitmap.granularity);
+    }
+    lines
+}
+
+/// What the bitmaps of golden images say, once these are recovered.
+#[test]
+fn golden_bitmaps_say_the_same_for_ever() {
+    if std::env::var("VELLUM_GOLDEN").is_ok_and(|value| value == "write") {
+        write_missing();
+    }
+    let list = std::fs::read_to_string(directory().join("qcow2-bitmaps.txt")).expect("what they say");
+    for name in ["bitmaps", "bitmaps-not-closed", "qemu-bitmaps"] {
+        let packed = std::fs::read(directory().join(format!("{name}.qcow2.zst"))).expect("a golden image");
+        let image = zstd::decode_all(&packed[..]).expect("it is packed by zstd");
+        let image: SharedStorage = MemoryStorage::holding("image", &recovered(&image).0);
+        let expected: Vec<&str> = list.lines().filter(|line| line.split(' ').next() == Some(name)).collect();
+        assert_eq!(expected.len(), 3, "{name}: {list}");
+        let found = bitmaps_of(name, &image);
+        assert_eq!(found.lines().collect::<Vec<_>>(), expected, "{name}");
+    }
 }
 
 fn session(name: &str) -> Option<Session> {
@@ -263,7 +356,7 @@ fn golden_images_open_for_ever() {
         assert_eq!(pin.as_deref(), Some(PIN).filter(|_| name.ends_with("pinned")), "{name}");
         let must_be_replayed =
             name.starts_with("journal") && name != "journal" && !kinds().iter().any(|kind| kind.0 == name)
-                || name == "session-behind-not-closed";
+                || ["session-behind-not-closed", "bitmaps-not-closed"].contains(&name);
         assert_eq!(recovery.is_some(), must_be_replayed, "{name}");
         if let Some(recovery) = recovery {
             replayed += 1;
@@ -318,15 +411,20 @@ fn by_qemu(name: &str, image: &[u8], disk: &[u8]) {
 fn write_missing() {
     let list = directory().join("qcow2-hashes.txt");
     let mut lines = std::fs::read_to_string(&list).unwrap_or_default();
+    let bitmaps = directory().join("qcow2-bitmaps.txt");
+    let mut marks = std::fs::read_to_string(&bitmaps).unwrap_or_default();
     for (name, image) in images() {
         let path = directory().join(format!("{name}.qcow2.zst"));
         if path.exists() {
             continue;
         }
-        let disk = disk_of(&recovered(&image).0);
+        let whole = recovered(&image).0;
+        marks += &bitmaps_of(&name, &(MemoryStorage::holding("image", &whole) as SharedStorage));
+        let disk = disk_of(&whole);
         let hash = sha256(&disk, &scratch("disk.raw")).expect("this needs sha256sum");
         lines += &format!("{name} {:08x} {hash}\n", crc32c::crc32c(&disk));
         std::fs::write(&path, zstd::encode_all(&image[..], 19).expect("packed")).expect("written");
     }
     std::fs::write(list, lines).expect("written");
+    std::fs::write(bitmaps, marks).expect("written");
 }

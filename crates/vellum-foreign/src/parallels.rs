@@ -76,7 +76,7 @@ impl Layout for Blocks {
             let within = at % block;
             let entry = self.pages.le32(0, HEADER_BYTES + at / block * 4).await?;
             let place = match entry {
-                0 => Where::Zero { allocated: false },
+                0 => Where::Below,
                 entry => Where::Plain { file: 0, at: u64::from(entry) * unit + within, is_flat: false },
             };
             Ok(Run { len: block - within, place })

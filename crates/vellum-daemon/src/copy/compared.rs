@@ -4,8 +4,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use futures_lite::future::{or, try_zip};
 use vellum_core::{
-    BlockSize, Buffer, Error, ErrorKind, GuestOffset, GuestSpan, MergedExtent, Result, SharedDisk, read_below,
+    BlockSize, Buffer, Error, ErrorKind, GuestOffset, GuestSpan, MergedExtent, Place, Result, SharedDisk,
+    map_merged, read_below,
 };
+use vellum_format::{ForeignKind, FormatKind};
+use vellum_layer::Chain;
 
 use super::{Cut, Piece, in_pieces, stopped};
 
@@ -39,19 +42,20 @@ pub async fn compare(
     compare_up_to(first, second, size, pieces_at_once, stop, progress).await
 }
 
-/// As [`compare`], for disks of one size that must also have data, recorded zeros and nothing in the same places. What comes
-/// first in the disk is found.
+/// As [`compare`], for disks of one size that must also have data, recorded zeros and nothing in the same places, as `qemu-img
+/// compare -s` sees them ([`Kept`]). What comes first in the disk is found.
 ///
 /// # Errors
 /// Those of [`compare`].
 pub async fn compare_strictly(
-    first: &SharedDisk,
-    second: &SharedDisk,
+    first: &Chain,
+    second: &Chain,
     pieces_at_once: usize,
     stop: &AtomicBool,
     progress: &dyn Fn(u64),
 ) -> Result<Comparison> {
     let other = first_other_place(first, second, stop).await?;
+    let (first, second) = (first.disk(), second.disk());
     let end = other.map_or(first.geometry().size, GuestOffset::bytes);
     let same = compare_up_to(first, second, end, pieces_at_once, stop, progress).await?;
     Ok(match (same, other) {
@@ -60,33 +64,71 @@ pub async fn compare_strictly(
     })
 }
 
-/// Where two disks of one size first have different kinds of places.
-async fn first_other_place(
-    first: &SharedDisk,
-    second: &SharedDisk,
-    stop: &AtomicBool,
-) -> Result<Option<GuestOffset>> {
-    let mut rest = GuestOffset::ZERO.span(first.geometry().size.min(second.geometry().size));
+/// How a part of a disk is kept, as far as QEMU tells one way from another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Kept {
+    how: How,
+    /// It has a place in a file.
+    is_placed: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum How {
+    Data,
+    Packed,
+    Zeros,
+    /// A hole of a file that has all bytes of the disk.
+    Hole,
+    Nowhere,
+}
+
+impl Kept {
+    fn of(chain: &Chain, extent: &MergedExtent) -> Self {
+        let member = chain.member(extent.depth);
+        let kind = member.head.kind();
+        // Of these QEMU does not ask where they have what.
+        if matches!(kind, FormatKind::Foreign(ForeignKind::Vhdx | ForeignKind::Dmg) | FormatKind::Luks) {
+            return Self { how: How::Data, is_placed: false };
+        }
+        let is_raw = kind == FormatKind::Raw;
+        let (how, is_placed) = match &extent.place {
+            Place::Data { .. } => (How::Data, !member.head.is_encrypted()),
+            Place::Compressed => (How::Packed, false),
+            Place::Below => (How::Nowhere, false),
+            Place::Zero { allocated: false } if kind == FormatKind::Foreign(ForeignKind::Vmdk) => {
+                (How::Hole, true)
+            }
+            Place::Zero { allocated } => (How::Zeros, is_raw || *allocated && member.opened.zeros.is_some()),
+        };
+        Self { how, is_placed }
+    }
+}
+
+/// Where two disks of one size first keep what they have in different ways.
+async fn first_other_place(first: &Chain, second: &Chain, stop: &AtomicBool) -> Result<Option<GuestOffset>> {
+    let sizes = [first, second].map(|chain| chain.disk().geometry().size);
+    let mut rest = GuestOffset::ZERO.span(sizes[0].min(sizes[1]));
     let mut maps = [Vec::new(), Vec::new()];
     while !rest.is_empty() {
         if stop.load(Ordering::Relaxed) {
             return Err(Error::new(ErrorKind::Closed, "stopped before the end"));
         }
-        for (disk, map) in [first, second].into_iter().zip(&mut maps) {
+        for (chain, map) in [first, second].into_iter().zip(&mut maps) {
             if map.is_empty() {
-                *map = disk.map_whole(rest).await?;
+                let extents = map_merged(chain.disk(), rest).await?;
+                *map = extents.iter().map(|extent| (extent.span, Kept::of(chain, extent))).collect();
                 map.reverse();
             }
         }
         let [one, other] = &mut maps;
         let (a, b) = (one.pop().expect("a map is not empty"), other.pop().expect("a map is not empty"));
-        if a.place != b.place {
+        if a.1 != b.1 {
             return Ok(Some(rest.start()));
         }
-        let end = a.span.end().min(b.span.end());
-        for (map, extent) in [(one, a), (other, b)] {
-            if extent.span.end() > end {
-                map.push(MergedExtent { span: GuestSpan::between(end, extent.span.end()), ..extent });
+        let end = a.0.end().min(b.0.end());
+        for (map, (span, kept)) in [(one, a), (other, b)] {
+            if span.end() > end {
+                map.push((GuestSpan::between(end, span.end()), kept));
             }
         }
         rest = GuestSpan::between(end, rest.end());

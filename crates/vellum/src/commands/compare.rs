@@ -139,7 +139,7 @@ async fn examine(args: &Args) -> Result<Answer, (vellum_core::Error, u8)> {
     let stop = Stop::new().map_err(|error| (error, CANNOT_READ))?;
     let (one, other, progress) = (first.disk(), second.disk(), |bytes| bar.set(bytes));
     let comparison = match args.strict {
-        true => compare_strictly(one, other, 8, &stop.flag, &progress).await,
+        true => compare_strictly(&first, &second, 8, &stop.flag, &progress).await,
         false => compare(one, other, 8, &stop.flag, &progress).await,
     };
     bar.end();

@@ -176,7 +176,8 @@ pub struct ResizeOptions {
     pub may_shrink: bool,
     /// Space for what is added.
     pub preallocation: Preallocation,
-    /// What opens encrypted images below, of which the last cluster may be needed.
+    /// What opens encrypted images: those below, of which the last cluster may be needed, and the image itself where its last
+    /// cluster is not whole.
     pub secrets: Arc<Secrets>,
     /// Where references may lead, besides the image's own directory.
     pub allow_dirs: Vec<PathBuf>,
@@ -234,7 +235,7 @@ pub async fn resize(
             "a disk that becomes smaller has nothing to preallocate: omit --preallocation",
         ));
     }
-    if size <= before || longer.is_none() && reserve == Reserve::Nothing {
+    if size <= before || longer.is_none() && reserve == Reserve::Nothing && options.secrets.is_empty() {
         format.resize(&storage, size, options.may_shrink).await?;
         return Ok((before, size));
     }
@@ -249,7 +250,7 @@ pub async fn resize(
         own_the_end(path, &writing).await?;
         storage = open_file(path, &image).await?.0;
     }
-    let growth = Growth { below: longer.unwrap_or(0), reserve };
+    let growth = Growth { below: longer.unwrap_or(0), reserve, secrets: options.secrets.clone() };
     format.grow_with(&storage, size, &growth).await?;
     Ok((before, size))
 }

@@ -1,8 +1,11 @@
 //! Changes of an image that is not open: of its snapshots, of its size, and of what it is.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use vellum_core::{LocalFuture, Result, SharedStorage};
+
+use crate::luks::Secrets;
 
 /// What an existing image is to be. `None` leaves it as it is.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -66,12 +69,14 @@ pub trait ClosedSnapshots: Sync {
 }
 
 /// How a disk grows.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Growth {
     /// The size of the disk below in bytes, if that is longer than the disk: what it has behind the old end is never seen.
     pub below: u64,
     /// Space for what is added.
     pub reserve: Reserve,
+    /// What opens the image, where it is encrypted and what lies behind the old end must become zero.
+    pub secrets: Arc<Secrets>,
 }
 
 /// What is reserved for the part of a disk that is added.

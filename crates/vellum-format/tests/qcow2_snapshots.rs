@@ -204,7 +204,8 @@ impl Step {
                 match *size < before {
                     true => format.resize(image, *size, true).await,
                     false => {
-                        format.grow_with(image, *size, &Growth { below: *below, reserve: *reserve }).await
+                        let growth = Growth { below: *below, reserve: *reserve, ..Growth::default() };
+                        format.grow_with(image, *size, &growth).await
                     }
                 }
             }

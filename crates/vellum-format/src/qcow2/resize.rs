@@ -10,7 +10,7 @@
 //! 1. The first sector of the header says how large the disk is. It is written once, when all that the new size needs is
 //!    durable: a crash leaves the old size or the new one, with right refcounts and without a leak.
 //! 2. What the last cluster held behind the old end is zero by then: where it lies, if nothing else names it, or in a copy, with
-//!    tables beside the old ones. What a longer disk below has there is never seen: zeros are in its place, up to its end.
+//!    tables beside the old ones. In an encrypted image that takes the key, unless there is nothing of its own. What a longer disk below has there is never seen: zeros are in its place, up to its end.
 //! 3. What becomes smaller loses nothing that a snapshot has: it is named less often.
 //! 4. What the L1 table names behind the end of the disk (a machine's state) is dropped when the disk grows.
 //! 5. Space that is reserved is there before the switch. Its clusters are zeros with a place.
@@ -28,9 +28,8 @@ use std::sync::Arc;
 use vellum_core::{
     Buffer, Context, Disk, Error, GuestOffset, ImageOffset, Place, Result, SharedStorage, Storage, Zeroes,
 };
+use vellum_luks::{SECTOR, SectorCipher};
 
-use super::Qcow2;
-use super::bitmaps;
 use super::entry::{ClusterState, Entries, Units};
 use super::header::Header;
 use super::journal_setting::make_room_for_bitmaps;
@@ -39,8 +38,9 @@ use super::open::OpenOptions;
 use super::shadow::{Edit, Flags, Shadow};
 use super::snapshots::{checked, owned, put_l1};
 use super::tree::{count_table, each_table, read_l1, read_table, table_of, tables_of};
+use super::{Qcow2, bitmaps, encrypted};
 use crate::hash::HashMap;
-use crate::image::{Files, Growth, Reserve};
+use crate::image::{Files, Growth, OpenOptions as Options, Reserve};
 
 /// Enlarges the disk of a closed image. Returns the size before, in bytes.
 ///
@@ -103,12 +103,6 @@ async fn grow_inner(shared: &SharedStorage, size: u64, growth: &Growth) -> Resul
         return Err(Error::invalid(format!("the disk has {before} bytes, and {size} is smaller")));
     }
     check_size(size)?;
-    if header.encryption().is_some() && !before.is_multiple_of(header.cluster_size().bytes()) {
-        return Err(Error::unsupported(
-            "it is encrypted, and its last cluster is not whole: what is behind the end of the disk there can be made zero \
-             only with its key. Copy it into a larger image",
-        ));
-    }
     let most = L1_BYTES_MAX / 8;
     let needed = size.div_ceil(header.l2_reach());
     if needed > most {
@@ -120,12 +114,13 @@ async fn grow_inner(shared: &SharedStorage, size: u64, growth: &Growth) -> Resul
     }
     let span = header.l1_span();
     let room = header.cluster_size().round_up(span.len()).min(L1_BYTES_MAX) / 8;
-    let copies_end = clear_behind_end(shared, &header, size).await?;
+    let cipher = if size > before { cipher_for_end(shared, &header, growth).await? } else { None };
+    let copies_end = clear_behind_end(shared, &header, cipher.as_ref(), size).await?;
     let shows_more = copies_end || growth.below > before && size > before;
     let reserves = growth.reserve != Reserve::Nothing && size > before;
     let has_bitmaps = header.bitmaps().is_some() && size > before;
     if needed > room || shows_more || reserves || has_bitmaps || names_behind(image, &header).await? {
-        return beside(shared, size, growth).await;
+        return Ok(switch_beside(shared, size, growth, cipher.as_ref()).await?.0);
     }
     if needed > u64::from(header.l1_entries) {
         let rest = span.end().span((room - u64::from(header.l1_entries)) * 8);
@@ -159,31 +154,31 @@ async fn shrink_inner(image: &SharedStorage, size: u64) -> Result<u64> {
     if size >= before {
         return Err(Error::invalid(format!("the disk has {before} bytes, and {size} is not smaller")));
     }
-    let (_, placed) = switch_beside(image, size, &Growth::default()).await?;
+    let (_, placed) = switch_beside(image, size, &Growth::default(), None).await?;
     // What follows may fail: the disk is smaller.
     let _ = lower(image, &placed).await;
     // The bytes behind the end are not the disk's any more. A disk that grows looks again.
     if let Ok(header) = Header::read(&**image).await
         && header.encryption().is_none()
     {
-        let _ = clear_behind_end(image, &header, header.cluster_size().round_up(size)).await;
+        let _ = clear_behind_end(image, &header, None, header.cluster_size().round_up(size)).await;
     }
     Ok(before)
 }
 
-/// The disk gets another size with tables beside the old ones.
-async fn beside(image: &SharedStorage, size: u64, growth: &Growth) -> Result<u64> {
-    Ok(switch_beside(image, size, growth).await?.0)
-}
-
-/// As above. Returns the size before, and the clusters of what was written.
-async fn switch_beside(image: &SharedStorage, size: u64, growth: &Growth) -> Result<(u64, BTreeSet<u64>)> {
+/// The disk gets another size with tables beside the old ones. Returns the size before, and the clusters of what was written.
+async fn switch_beside(
+    image: &SharedStorage,
+    size: u64,
+    growth: &Growth,
+    cipher: Option<&Arc<SectorCipher>>,
+) -> Result<(u64, BTreeSet<u64>)> {
     let mut header = checked(image).await?;
     if header.bitmaps().is_some() {
         header = make_room_for_bitmaps(&header, &**image).await?;
     }
     let before = header.size();
-    let Growth { below, reserve } = *growth;
+    let Growth { below, reserve, .. } = *growth;
     let zeros = before..below.min(size).max(before);
     let reserved = if reserve == Reserve::Nothing { 0..0 } else { before..size };
     if header.version() < 3 && !(zeros.is_empty() && reserved.is_empty()) {
@@ -198,7 +193,7 @@ async fn switch_beside(image: &SharedStorage, size: u64, growth: &Growth) -> Res
             "space for {most} at most is reserved at once: grow the disk in steps, or omit --preallocation"
         )));
     }
-    let copies_end = size > before && clear_behind_end(image, &header, size).await?;
+    let copies_end = size > before && clear_behind_end(image, &header, cipher, size).await?;
     let (reach, cluster, old) = (header.l2_reach(), header.cluster_size(), header.l1_span());
     let l1 = read_l1(image, old).await?;
     let mut shadow = Shadow::new(header.clone(), image).await?;
@@ -222,7 +217,7 @@ async fn switch_beside(image: &SharedStorage, size: u64, growth: &Growth) -> Res
         let entry_len = usize::try_from(header.l2_entry_len()).expect("at most 16");
         let mut rest = read_table(&header, image, table).await?.to_vec();
         if copies_end {
-            last = Some(copy_end(&mut shadow, image, before).await?);
+            last = Some(copy_end(&mut shadow, image, cipher, before).await?);
         }
         // The cluster that is copied is named once less.
         let goes = if copies_end { keeps - 1 } else { keeps };
@@ -306,17 +301,26 @@ async fn lower(image: &SharedStorage, placed: &BTreeSet<u64>) -> Result<()> {
 }
 
 /// Copies the cluster in which the disk ends, with zeros behind the end. Returns what its entry is to say.
-async fn copy_end(shadow: &mut Shadow<'_>, image: &SharedStorage, end: u64) -> Result<Units> {
+async fn copy_end(
+    shadow: &mut Shadow<'_>,
+    image: &SharedStorage,
+    cipher: Option<&Arc<SectorCipher>>,
+    end: u64,
+) -> Result<Units> {
     let (header, cluster) = (shadow.header.clone(), shadow.header.cluster_size());
     let (start, len) = (cluster.round_down(end), usize::try_from(cluster.bytes()).expect("at most 2 MiB"));
     let state = last_state(image, &header).await?;
     let (mut bytes, alloc, zero) = match state {
         Some(ClusterState::Plain(Units { host: Some(host), alloc, zero, .. })) => {
             let context = || format!("can't read the cluster at {host}");
-            (image.read(host, Buffer::for_overwrite(len)).await.context(context)?.to_vec(), alloc, zero)
+            let mut bytes = image.read(host, Buffer::for_overwrite(len)).await.context(context)?.to_vec();
+            if let Some(cipher) = cipher {
+                cipher.decrypt(sector_of(host), &mut bytes);
+            }
+            (bytes, alloc, zero)
         }
         Some(ClusterState::Compressed(_)) => {
-            let disk = as_larger(image, &header, start + cluster.bytes()).await?;
+            let disk = as_larger(image, &header, cipher, start + cluster.bytes()).await?;
             let bytes = disk.read(GuestOffset::new(start), Buffer::for_overwrite(len)).await?;
             (bytes.to_vec(), Entries::of(&header).all(), 0)
         }
@@ -324,6 +328,9 @@ async fn copy_end(shadow: &mut Shadow<'_>, image: &SharedStorage, end: u64) -> R
     };
     bytes[usize::try_from(end - start).expect("within a cluster")..].fill(0);
     let place = shadow.place(cluster.bytes()).await?;
+    if let Some(cipher) = cipher {
+        cipher.encrypt(sector_of(place.start()), &mut bytes);
+    }
     shadow.write(place, bytes);
     Ok(Units { host: Some(place.start()), copied: true, alloc, zero })
 }
@@ -343,24 +350,73 @@ async fn last_state(image: &SharedStorage, header: &Header) -> Result<Option<Clu
 }
 
 /// The disk as it would read if it had this size, without what is below.
-async fn as_larger(image: &SharedStorage, header: &Header, size: u64) -> Result<Arc<Qcow2>> {
+async fn as_larger(
+    image: &SharedStorage,
+    header: &Header,
+    cipher: Option<&Arc<SectorCipher>>,
+    size: u64,
+) -> Result<Arc<Qcow2>> {
     let mut larger = header.clone();
     larger.set_size(size);
     let files = Files { image: image.clone(), data_file: None, below: None };
-    Qcow2::open(larger, files, OpenOptions { read_only: true, ..OpenOptions::default() }).await
+    let options = OpenOptions { read_only: true, cipher: cipher.cloned(), ..OpenOptions::default() };
+    Qcow2::open(larger, files, options).await
+}
+
+/// The number with which the sector that is stored there is encrypted.
+fn sector_of(place: ImageOffset) -> u64 {
+    place.bytes() / SECTOR as u64
+}
+
+/// The cipher of an encrypted image, where its last cluster has something behind the end of the disk. Zeros there can be written
+/// only with it.
+async fn cipher_for_end(
+    image: &SharedStorage,
+    header: &Header,
+    growth: &Growth,
+) -> Result<Option<Arc<SectorCipher>>> {
+    let within = header.cluster_size().within(GuestOffset::new(header.size()));
+    if header.encryption().is_none() || within == 0 {
+        return Ok(None);
+    }
+    let has_bytes = match last_state(image, header).await? {
+        None => false,
+        Some(ClusterState::Compressed(_)) => true,
+        Some(ClusterState::Plain(units)) => {
+            let unit = within >> Entries::of(header).unit_size().shift();
+            units.host.is_some() && units.alloc >> unit != 0
+        }
+    };
+    if !has_bytes {
+        return Ok(None);
+    }
+    if growth.secrets.is_empty() {
+        return Err(Error::unsupported(
+            "it is encrypted, and its last cluster is not whole: what is behind the end of the disk there can be made zero only \
+             with its key: give the secret that opens it with `--secret id=NAME,file=FILE`",
+        ));
+    }
+    let options = Options { secrets: growth.secrets.clone(), ..Options::default() };
+    encrypted::unlock(header, image, &options).await
 }
 
 /// Makes zero what the last cluster holds behind the end of the disk, as far as a disk of this size would show it. Other
 /// programs, and older ones of ours, fill whole clusters from below when they write. Returns whether it is another's as well, or
 /// compressed, and has to be copied for that.
-async fn clear_behind_end(image: &SharedStorage, header: &Header, size: u64) -> Result<bool> {
+async fn clear_behind_end(
+    image: &SharedStorage,
+    header: &Header,
+    cipher: Option<&Arc<SectorCipher>>,
+    size: u64,
+) -> Result<bool> {
     let before = header.size();
     let end = header.cluster_size().round_up(before).min(size);
-    if end <= before {
+    // Without its cipher an encrypted image has nothing there.
+    if end <= before || header.encryption().is_some() && cipher.is_none() {
         return Ok(false);
     }
     let behind = GuestOffset::new(before).span(end - before);
-    let disk = as_larger(image, header, end).await?;
+    let disk = as_larger(image, header, cipher, end).await?;
     let len = usize::try_from(behind.len()).expect("less than a cluster");
     let bytes = disk.read(behind.start(), Buffer::for_overwrite(len)).await?;
     if bytes.is_zero() {
@@ -371,8 +427,14 @@ async fn clear_behind_end(image: &SharedStorage, header: &Header, size: u64) -> 
         _ => return Ok(true),
     }
     for extent in disk.map(behind).await? {
-        if let Place::Data { at, .. } = extent.place {
-            image.write_zeroes(at.span(extent.span.len()), Zeroes::Allocated).await?;
+        let Place::Data { at, .. } = extent.place else { continue };
+        match cipher {
+            None => image.write_zeroes(at.span(extent.span.len()), Zeroes::Allocated).await?,
+            Some(cipher) => {
+                let mut zeros = vec![0; usize::try_from(extent.span.len()).expect("less than a cluster")];
+                cipher.encrypt(sector_of(at), &mut zeros);
+                image.write(at, Buffer::copy_of(&zeros)).await?;
+            }
         }
     }
     image.flush().await?;

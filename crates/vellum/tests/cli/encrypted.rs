@@ -268,6 +268,53 @@ fn an_image_over_an_encrypted_one_is_resized_without_a_secret() {
     }
 }
 
+/// What lies behind the end that it had in between is gone, whoever else names its cluster. That takes the secret where there is
+/// something, and no secret where there is nothing.
+#[test]
+fn an_encrypted_disk_grows_from_an_end_within_a_cluster() {
+    const END: usize = 399_872;
+    let dir = Dir::new("encrypted-grown");
+    let [option, spec] = secret(&dir, "a", "b");
+    let on = "encrypt.format=luks,encrypt.key-secret=a,encrypt.iter-time=10";
+    let (raw, back) = (dir.text("disk.raw"), dir.text("back.raw"));
+    let content = noise(1 << 20, 8);
+    std::fs::write(&raw, &content).expect("a disk");
+    let reads = |image: &str, snapshot: &[&str]| {
+        let how = ["convert", "-q", "-O", "raw", &option, &spec];
+        vellum(&[&how[..], snapshot, &[image, &back]].concat()).answer();
+        std::fs::read(&back).expect("a copy")
+    };
+    for (options, snapshots) in
+        [("", 0), ("", 1), (",extended_l2=off", 0), (",cluster_size=4k,extended_l2=off", 2)]
+    {
+        let image = dir.text("disk.qcow2");
+        let on = format!("{on}{options}");
+        vellum(&["convert", "-q", "-O", "qcow2", &option, &spec, "-o", &on, &raw, &image]).answer();
+        for name in &["one", "two"][..snapshots] {
+            vellum(&["snapshot", "create", &image, name]).answer();
+        }
+        vellum(&["resize", "-q", "--shrink", &image, &END.to_string()]).answer();
+        refused(1, &["only with its key", "--secret id=NAME,file=FILE"], &["resize", &image, "1M"]);
+        refused(1, &["no secret that was given"], &["resize", "--secret", &wrong(&dir), &image, "1M"]);
+        assert!(reads(&image, &[]) == content[..END], "{options}: refused");
+        vellum(&["resize", "-q", &option, &spec, &image, "1M"]).answer();
+        let disk = reads(&image, &[]);
+        assert!(disk[..END] == content[..END], "{options} {snapshots}: what it had");
+        assert!(disk[END..].iter().all(|byte| *byte == 0), "{options} {snapshots}: what was cut off is back");
+        for name in &["one", "two"][..snapshots] {
+            assert!(reads(&image, &["-l", name]) == content, "{options}: snapshot {name}");
+        }
+        vellum(&["check", &image]).answer();
+        std::fs::remove_file(&image).expect("it is there");
+    }
+    // A disk that has nothing in that cluster.
+    let image = dir.text("empty.qcow2");
+    let size = END.to_string();
+    vellum(&["create", "-q", "-f", "qcow2", &option, &spec, "-o", on, &image, &size]).answer();
+    vellum(&["resize", "-q", &image, "1M"]).answer();
+    assert!(reads(&image, &[]).iter().all(|byte| *byte == 0));
+}
+
 #[test]
 fn what_is_less_protected_than_before_is_said() {
     let dir = Dir::new("encrypted-copies");

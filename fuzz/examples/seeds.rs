@@ -12,6 +12,8 @@ use std::{env, fs, io};
 
 use futures_lite::future::block_on;
 use vellum_core::{Buffer, Disk, GuestOffset, MemoryStorage, Random, SharedStorage, WriteFlags, ZeroFlags};
+use vellum_format::FormatKind;
+use vellum_format::image::BitmapChange;
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
 use vellum_format::session::{CacheId, SessionNumber, Sessions};
 use vellum_luks::{HEADER_LEN, Hash, Mode, NewHeader, Secret};
@@ -200,7 +202,29 @@ fn own_images() -> Vec<(String, Vec<u8>)> {
     for (name, holds_writes) in [("session", false), ("session-behind", true)] {
         images.push((name.to_owned(), own_image(&kinds[1].1, Some(holds_writes))));
     }
+    images.push(("bitmaps".to_owned(), own_bitmaps(&own_image(&kinds[1].1, None))));
     images
+}
+
+/// The image with bitmaps: one that is kept up, in which something is marked, and one that is not.
+fn own_bitmaps(image: &[u8]) -> Vec<u8> {
+    let storage = MemoryStorage::holding("image", image);
+    let shared: SharedStorage = storage.clone();
+    let bitmaps = FormatKind::Qcow2.format().closed_bitmaps().expect("qcow2 has bitmaps");
+    block_on(async {
+        for (name, granularity) in [("kept", 512), ("stopped", 4096)] {
+            let add = BitmapChange::Add { granularity: Some(granularity) };
+            bitmaps.change(&shared, name, &[add]).await.expect("added");
+        }
+        bitmaps.change(&shared, "stopped", &[BitmapChange::Disable]).await.expect("disabled");
+        let header = Header::read(&*shared).await.expect("a header");
+        let files = Files { image: shared.clone(), data_file: None, below: None };
+        let disk = Qcow2::open(header, files, OpenOptions::default()).await.expect("opened");
+        let write = disk.write(GuestOffset::new(9000), Buffer::copy_of(&[2; 1500]), WriteFlags::default());
+        write.await.expect("written");
+        disk.close().await.expect("closed");
+    });
+    trimmed(storage.content().to_vec(), 512)
 }
 
 /// With a session with a flash cache, which may hold writes, or without one.

@@ -20,8 +20,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use vellum_core::pin::Pin;
 use vellum_core::{
-    BlockSize, Clock, Error, GuestSpan, HostTally, ImageOffset, Inline, LocalFuture, Offload, Result,
-    SharedDisk, SharedStorage, Storage,
+    BlockSize, Clock, Error, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk, SharedStorage,
+    Storage,
 };
 
 pub use crate::closed_bitmaps::{Bitmap, BitmapChange, Bits, ClosedBitmaps, MergeSource, OpenBitmaps};
@@ -37,6 +37,7 @@ use crate::session::{CacheId, Session, Sessions};
 pub use crate::snapshot_facts::{Machine, Snapshot};
 pub use crate::views::Views;
 use crate::wish::Wish;
+pub use crate::zero_places::ZeroPlaces;
 
 /// The default limit for the mappings of one image in memory, in bytes: enough for 256 GiB of 64 KiB
 /// clusters.
@@ -168,15 +169,6 @@ pub struct Opened {
     pub tier: Option<Arc<dyn Tiers>>,
     /// Where its zeros have space, in formats that say so.
     pub zeros: Option<Arc<dyn ZeroPlaces>>,
-}
-
-/// The places of zeros for which space is kept.
-pub trait ZeroPlaces: Send + Sync {
-    /// The parts of the run that are such zeros, in order, and where each of them lies. They may have changed meanwhile.
-    ///
-    /// # Errors
-    /// Those of reading the mapping.
-    fn zero_places(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<(GuestSpan, ImageOffset)>>>;
 }
 
 /// An image that is to be below another one.

@@ -90,6 +90,7 @@ mod work;
 #[cfg(feature = "test-hooks")]
 #[doc(hidden)]
 pub mod work;
+mod zero_places;
 pub mod zeros;
 
 pub use in_memory::{needs_replay, replayed_in_memory};

@@ -9,7 +9,7 @@
 //! them), [`mod@clone`] (making many over one template or snapshot), `clones_of` (finding those of a snapshot), [`inspect`] (reporting on them), [`mod@map`] (where their data is), [`closed`] (changing them while
 //! no server uses them), `data_file` (flushed before), [`bitmaps`] (of them), [`backup`] (of what changed), [`mod@copy`] (whole disks: copied, compared), [`mod@convert`] (into another image), [`mod@measure`] (how large one will be), `window` (a part of a disk), `same_file` (files that have several names), `salvage` (one that is damaged), [`mod@bench`] (how fast one is),
 //! [`keys`] (of encrypted images), [`signals`] (that end such work), [`spec`] (the description of a server), [`mod@serve`] and `server` (from
-//! its start to its end), `door` (accepting NBD clients), `tls`, `rights` (of sockets), `served` (its disks
+//! its start to its end), `door` (accepting NBD clients), `tls` and `access` (certificates), `rights` (of sockets), `served` (its disks
 //! and their snapshots), `new_top` (images that go on top of them), `meter` (measuring their requests), `metrics` (the figures for Prometheus), `vhost`
 //! (its sockets for virtual machines), `fuse` (its files), `ublk` (its block devices), `size_watchers` (the front
 //! ends that are notified when a disk has grown), `grow` (devices that become full), [`control`] (requests to
@@ -18,6 +18,7 @@
 
 #![forbid(unsafe_code)]
 
+mod access;
 pub mod backup;
 pub mod bench;
 pub mod bitmaps;
@@ -76,6 +77,7 @@ mod ublk;
 mod vhost;
 mod window;
 
+pub use access::AccessSource;
 pub use clone::{CloneOf, Cloned, Cloning, NewClone, clone_template};
 pub use create::{
     CreateTarget, NativeImage, backing_name, create_native, create_qcow2, create_raw, no_new_luks,
@@ -97,7 +99,7 @@ pub use tls::TlsFiles;
 pub use window::Part;
 
 // The types of the crates below that callers give to these functions and get from them.
-pub use vellum_export::nbd::SessionLimits;
+pub use vellum_export::nbd::{ServerIdentity, SessionLimits, TlsClient};
 pub use vellum_flash::{FlashPolicy, Look as FlashLook, RowFacts as FlashRow};
 pub use vellum_format::image::{
     Amend, Bitmap, BitmapChange, Bits, Fact, Machine, MergeSource, Snapshot, Wanted,

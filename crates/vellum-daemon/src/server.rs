@@ -308,7 +308,9 @@ impl Server {
             }
             Ok(None)
         };
-        or(signal, or(deserted, self.unused(addresses.is_empty()))).await
+        let tls = self.tls.clone();
+        let watched = async { match tls.watch().await {} };
+        or(or(signal, watched), or(deserted, self.unused(addresses.is_empty()))).await
     }
 
     /// Opens the images. Each is served as soon as it is open.

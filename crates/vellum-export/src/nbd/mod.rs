@@ -16,6 +16,7 @@
 //!
 //! Source: `doc/proto.md` of NetworkBlockDevice/nbd. Left out for now: resizing while connected.
 
+mod access;
 mod budget;
 mod certificate;
 mod clients;
@@ -36,14 +37,17 @@ mod stall;
 mod status;
 mod terms;
 mod tls;
+mod tls_client;
 mod transmission;
 pub mod wire;
 mod work;
 
+pub use access::{AccessList, NamePattern, SharedAccessList, Verdict};
 pub use clients::{Bounds, Census, Client, ClientFacts, Clients, Stage};
 pub use ending::Ending;
 pub use exports::{Export, Exports, OnDemand, Removed, SentAway, Suspended, View};
 pub use limits::SessionLimits;
 pub use session::{serve_client, serve_connection, serve_connection_with};
 pub use status::{Marked, Marks, MarksKind, OffersMarks, SharedMarks};
-pub use tls::{Tls, TlsPolicy};
+pub use tls::{Tls, TlsPolicy, TlsStream};
+pub use tls_client::{ServerIdentity, TlsClient};

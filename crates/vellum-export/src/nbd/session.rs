@@ -193,6 +193,11 @@ async fn negotiate<'a>(
         (Talk::StartTls, None) => unreachable!("it is refused where there is none"),
     };
     let sealed = TlsStream::accept(stream, tls, limits).await?;
+    if !sealed.admits(tls, client.peer()) {
+        // It may be told that this is the end; whether it hears it does not matter.
+        let _ = sealed.send_close().await;
+        return Err(Ending::Refused("its certificate is not in the access list"));
+    }
     match converse(client, patience, &sealed, &mut handshake.inside_tls(), Vec::new()).await? {
         Talk::Chosen(negotiated, early) => Ok(Opening { negotiated, sealed: Some(sealed), early }),
         Talk::StartTls => unreachable!("it is refused inside TLS"),

@@ -34,10 +34,13 @@ use rustls::crypto::ring;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer};
 use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
-use rustls::{RootCertStore, ServerConfig, ServerConnection, SupportedCipherSuite};
+use rustls::{
+    ClientConnection, Connection, RootCertStore, ServerConfig, ServerConnection, SupportedCipherSuite,
+};
 use vellum_core::{Buffer, ByteStream, Error, ErrorKind, LocalFuture, Result};
 
-use super::certificate::subject;
+use super::access::{SharedAccessList, Verdict};
+use super::certificate::{distinguished_name, loggable, subject};
 use super::ending::Ending;
 use super::limits::SessionLimits;
 
@@ -46,6 +49,9 @@ const SEALED_BYTES: usize = 128 << 10;
 
 /// The inbox: a whole record, and room for the head of the next.
 const INBOX_BYTES: usize = 32 << 10;
+
+/// A server's part of the handshake is not longer, in bytes: its certificates are the most of it.
+const CLIENT_HANDSHAKE_BYTES_MAX: u64 = 1 << 20;
 
 /// Whether clients may, or must, talk TLS.
 #[derive(Debug, Clone, Default)]
@@ -61,7 +67,11 @@ pub enum TlsPolicy {
 
 /// The server's certificate, its key, and the authorities that it trusts.
 #[derive(Clone)]
-pub struct Tls(Arc<ServerConfig>);
+pub struct Tls {
+    config: Arc<ServerConfig>,
+    /// Which of the clients that the authorities know are let in; all of them without a list.
+    access: Option<SharedAccessList>,
+}
 
 impl Tls {
     /// Reads `server-cert.pem` (with the chain up to, and without, the authority) and `server-key.pem` of a
@@ -105,7 +115,13 @@ impl Tls {
         })?;
         config.send_tls13_tickets = 0;
         config.session_storage = Arc::new(NoServerSessionStorage {});
-        Ok(Self(Arc::new(config)))
+        Ok(Self { config: Arc::new(config), access: None })
+    }
+
+    /// Lets in only clients that the list allows. It is for servers that verify their clients: one without a certificate is in no list.
+    #[must_use]
+    pub fn with_access_list(self, access: SharedAccessList) -> Self {
+        Self { access: Some(access), ..self }
     }
 }
 
@@ -115,7 +131,7 @@ impl fmt::Debug for Tls {
     }
 }
 
-fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
+pub(super) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
     let wanted = "certificates";
     let all: std::result::Result<Vec<_>, _> =
         CertificateDer::pem_file_iter(path).map_err(|error| unreadable(path, wanted, &error))?.collect();
@@ -127,7 +143,7 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
 }
 
 /// The lists of revoked certificates, if there are any.
-fn revoked(path: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>> {
+pub(super) fn revoked(path: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>> {
     if !path.try_exists().is_ok_and(|exists| !exists) {
         let wanted = "certificate revocation lists";
         let lists = CertificateRevocationListDer::pem_file_iter(path)
@@ -143,16 +159,28 @@ fn revoked(path: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>> {
     Ok(Vec::new())
 }
 
-fn unreadable(path: &Path, wanted: &str, why: &dyn fmt::Display) -> Error {
+pub(super) fn unreadable(path: &Path, wanted: &str, why: &dyn fmt::Display) -> Error {
     Error::invalid(format!("{} can't be read as {wanted} in PEM: {why}", path.display()))
 }
 
 /// The bytes of one connection, sealed.
-pub(super) struct TlsStream<'a> {
+pub struct TlsStream<'a> {
     inner: &'a dyn ByteStream,
-    connection: RefCell<ServerConnection>,
+    connection: RefCell<Connection>,
     /// What has come and rustls has not taken.
     inbox: RefCell<Inbox>,
+}
+
+/// Why there is no TLS.
+enum Unshaken {
+    /// One side does not want the other.
+    Refused(Error),
+    /// The stream failed.
+    Failed(Error),
+    /// The other side has ended the connection.
+    Hangup,
+    /// The other side has sent too much.
+    Excess,
 }
 
 /// Bytes `start..end` of a buffer, which is away while a read is going on.
@@ -170,28 +198,57 @@ impl<'a> TlsStream<'a> {
         tls: &Tls,
         limits: &SessionLimits,
     ) -> Result<Self, Ending> {
-        let mut connection = ServerConnection::new(tls.0.clone()).map_err(|error| {
+        let connection = ServerConnection::new(tls.config.clone()).map_err(|error| {
             tracing::warn!("can't start TLS: {error}");
             Ending::Refused("TLS could not be started")
         })?;
+        Self::shake_hands(inner, connection.into(), limits.handshake_bytes_max).await.map_err(|unshaken| {
+            match unshaken {
+                Unshaken::Refused(error) => {
+                    tracing::debug!(error = error.chain(), "no TLS");
+                    Ending::Refused("the TLS handshake failed")
+                }
+                Unshaken::Failed(error) => Ending::Failed(error),
+                Unshaken::Hangup => Ending::Hangup,
+                Unshaken::Excess => Ending::Refused("too many bytes before an export was chosen"),
+            }
+        })
+    }
+
+    /// The client's side of it.
+    pub(super) async fn connect(inner: &'a dyn ByteStream, connection: ClientConnection) -> Result<Self> {
+        Self::shake_hands(inner, connection.into(), CLIENT_HANDSHAKE_BYTES_MAX).await.map_err(|unshaken| {
+            match unshaken {
+                Unshaken::Refused(error) => error.context("the TLS handshake failed"),
+                Unshaken::Failed(error) => error,
+                Unshaken::Hangup => Error::new(
+                    ErrorKind::Closed,
+                    "the server has closed the connection in the TLS handshake: it may want another certificate",
+                ),
+                Unshaken::Excess => Error::invalid("the server's part of the TLS handshake is too long"),
+            }
+        })
+    }
+
+    async fn shake_hands(
+        inner: &'a dyn ByteStream,
+        mut connection: Connection,
+        mut bytes_left: u64,
+    ) -> Result<Self, Unshaken> {
         connection.set_buffer_limit(Some(SEALED_BYTES));
         let stream =
             Self { inner, connection: RefCell::new(connection), inbox: RefCell::new(Inbox::default()) };
-        let mut bytes_left = limits.handshake_bytes_max;
         loop {
-            // Errors are also sent to the client, as an alert, before the connection ends.
+            // Errors are also sent to the other side, as an alert, before the connection ends.
             let understood = stream.take_in();
             let sealed = stream.sealed(Vec::new());
             if !sealed.is_empty() {
                 let sent = inner.write_all(Buffer::copy_of(&sealed)).await;
                 if understood.is_ok() {
-                    sent.map_err(Ending::Failed)?;
+                    sent.map_err(Unshaken::Failed)?;
                 }
             }
-            if let Err(error) = understood {
-                tracing::debug!(error = error.chain(), "no TLS");
-                return Err(Ending::Refused("the TLS handshake failed"));
-            }
+            understood.map_err(Unshaken::Refused)?;
             if !stream.connection.borrow().is_handshaking() {
                 return Ok(stream);
             }
@@ -199,14 +256,32 @@ impl<'a> TlsStream<'a> {
                 // It waited for the answer to leave.
                 continue;
             }
-            let count = stream.receive().await.map_err(Ending::Failed)?;
+            let count = stream.receive().await.map_err(Unshaken::Failed)?;
             if count == 0 {
-                return Err(Ending::Hangup);
+                return Err(Unshaken::Hangup);
             }
-            bytes_left = bytes_left
-                .checked_sub(count as u64)
-                .ok_or(Ending::Refused("too many bytes before an export was chosen"))?;
+            bytes_left = bytes_left.checked_sub(count as u64).ok_or(Unshaken::Excess)?;
         }
+    }
+
+    /// Whether the client may stay. Where it may not, the log says who it was.
+    pub(super) fn admits(&self, tls: &Tls, peer: &str) -> bool {
+        let Some(access) = &tls.access else { return true };
+        let connection = self.connection.borrow();
+        let certificate = connection.peer_certificates().and_then(|chain| chain.first());
+        let Some(name) = certificate.and_then(|certificate| distinguished_name(certificate)) else {
+            tracing::warn!(peer, "a client is refused: it has no certificate whose name can be read");
+            return false;
+        };
+        let is_let_in = access.verdict(&name) == Verdict::Allow;
+        if !is_let_in {
+            tracing::warn!(
+                peer,
+                "a client is refused: its certificate is not in the access list: {}",
+                loggable(&name)
+            );
+        }
+        is_let_in
     }
 
     /// The subject of the client's certificate, if it has sent one.

@@ -3,6 +3,7 @@
 mod disk;
 mod notes;
 mod process;
+mod tls;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -14,12 +15,13 @@ use vellum_daemon::spec::{parse_address, parse_nbd};
 use vellum_daemon::{
     Address, BootTrace, ExportSpec, FlashPolicy, FlashSpec, FormatKind, FuseSpec, GrowHook, HydrationSpec,
     ImageOptions, IoMode, NbdDeviceSpec, NbdSpec, NotifySocket, PassedSocket, PassedTo, Prealloc,
-    PrefetchLimits, RateLimits, ServeSpec, SessionLimits, SocketRights, TlsFiles, UblkSpec, VhostSpec, serve,
+    PrefetchLimits, RateLimits, ServeSpec, SessionLimits, SocketRights, UblkSpec, VhostSpec, serve,
 };
 
 use self::disk::DiskArgs;
 use self::notes::{announce, introduction, summary};
 use self::process::ProcessArgs;
+use self::tls::TlsArgs;
 use super::flash::policy::parse_policy;
 use super::limits::limits_of;
 use super::prefetch::prefetch_limits_of;
@@ -74,17 +76,8 @@ pub(crate) struct Args {
     /// The export of a snapshot is @NAME, or EXPORT@NAME. Its reads count towards the limits of the disk.
     #[arg(long, help_heading = NBD)]
     export_snapshots: bool,
-    /// Serve NBD over TLS, with server-cert.pem and server-key.pem in DIR
-    #[arg(long, value_name = "DIR", help_heading = NBD)]
-    tls_certificates: Option<PathBuf>,
-    /// Whether NBD clients must use TLS
-    #[arg(long, value_enum, value_name = "HOW", default_value = "require", requires = "tls_certificates", help_heading = NBD)]
-    tls: TlsMode,
-    /// Require a client certificate signed by an authority in DIR/ca-cert.pem
-    ///
-    /// Refuse those that DIR/ca-crl.pem lists, if that file exists. DIR is that of --tls-certificates.
-    #[arg(long, requires = "tls_certificates", help_heading = NBD)]
-    tls_verify_peer: bool,
+    #[command(flatten)]
+    tls: TlsArgs,
     /// Serve IMAGE or the export NAME over vhost-user-blk at this Unix socket
     ///
     /// May be given several times.
@@ -357,15 +350,6 @@ pub(crate) struct Args {
     process: ProcessArgs,
 }
 
-/// Whether NBD clients must use TLS
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum TlsMode {
-    /// Refuse clients that do not use TLS
-    Require,
-    /// TLS is offered, not required
-    On,
-}
-
 /// What becomes of a request that finds no space.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum OnFull {
@@ -522,23 +506,6 @@ fn passed_sockets(args: &Args) -> Result<Vec<PassedSocket>> {
     Ok(passed)
 }
 
-fn tls_files(args: &Args, speaks_nbd: bool) -> Result<Option<TlsFiles>> {
-    let Some(directory) = &args.tls_certificates else { return Ok(None) };
-    if !speaks_nbd {
-        return Err(Error::invalid("--tls-certificates is for NBD and needs --nbd"));
-    }
-    if args.tls_verify_peer && args.tls == TlsMode::On {
-        return Err(Error::invalid(
-            "--tls-verify-peer has no effect with --tls on, which accepts clients without TLS: use --tls require",
-        ));
-    }
-    Ok(Some(TlsFiles {
-        directory: directory.clone(),
-        verifies_clients: args.tls_verify_peer,
-        is_required: args.tls == TlsMode::Require,
-    }))
-}
-
 /// Whether an option of exports is for this one: it is for all of them without a name.
 fn is_for(names: &[String], name: &str) -> bool {
     names.iter().any(|its| its.is_empty() || its == name)
@@ -601,7 +568,7 @@ pub(crate) fn run(mut args: Args) -> Outcome {
         )
         .into());
     }
-    let tls = tls_files(&args, !args.nbd.is_empty() || !passed.is_empty())?;
+    let tls = args.tls.files(!args.nbd.is_empty() || !passed.is_empty())?;
     if args.exit_when_unused && args.nbd.is_empty() && args.nbd_device.is_empty() && passed.is_empty() {
         return Err(Error::invalid(
             "--exit-when-unused is about NBD clients and needs --nbd or --nbd-device",
@@ -761,7 +728,7 @@ pub(crate) fn run(mut args: Args) -> Outcome {
     };
     let quiet = args.quiet;
     let vhost = args.vhost_user_blk.clone();
-    let scheme = if args.tls_certificates.is_some() { "nbds" } else { "nbd" };
+    let scheme = if args.tls.is_used() { "nbds" } else { "nbd" };
     let control = args.control.clone();
     let files: Vec<PathBuf> = args.fuse.iter().map(|fuse| fuse.path.clone()).collect();
     let can_share = image.read_only && !image.force_share;

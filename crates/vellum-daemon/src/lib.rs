@@ -121,4 +121,5 @@ pub use vellum_layer::hydrate::trace::{TRACE_BYTES_MAX, Trace};
 pub use vellum_layer::hydrate::{PrefetchLimits, Run};
 pub use vellum_layer::valve::RateLimits;
 pub use vellum_layer::{DiscardMode, Encrypted, SparseMode, ZeroDetection};
+pub use vellum_remote::nbd::{FLAG_NAMES as NBD_FLAG_NAMES, ListedExport, list as list_nbd_exports};
 pub use vellum_remote::{end_programs, wait_for_closed};

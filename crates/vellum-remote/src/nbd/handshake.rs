@@ -55,9 +55,9 @@ impl ExportFacts {
 }
 
 /// One reply to an option.
-struct Reply {
-    kind: u32,
-    data: Vec<u8>,
+pub(super) struct Reply {
+    pub(super) kind: u32,
+    pub(super) data: Vec<u8>,
 }
 
 /// Agrees with the server on how the export is used.
@@ -70,18 +70,7 @@ pub(super) async fn handshake(
     intake: &mut Intake<'_>,
     export: &str,
 ) -> Result<ExportFacts> {
-    if intake.long().await? != GREETING_MAGIC {
-        return Err(Error::unsupported("this is no NBD server"));
-    }
-    if intake.long().await? != OPTION_MAGIC {
-        return Err(Error::unsupported("the server speaks the oldstyle protocol, which names no export"));
-    }
-    let greeted = intake.half().await?;
-    if greeted & handshake_flag::FIXED_NEWSTYLE == 0 {
-        return Err(Error::unsupported("the server does not answer options (no fixed newstyle)"));
-    }
-    let flags = handshake_flag::FIXED_NEWSTYLE | (greeted & handshake_flag::NO_ZEROES);
-    send(stream, &u32::from(flags).to_be_bytes()).await?;
+    greet(stream, intake).await?;
 
     ask(stream, option::STRUCTURED_REPLY, &[]).await?;
     let structured = last_reply(intake, option::STRUCTURED_REPLY).await?.1.kind == option_reply::ACK;
@@ -128,6 +117,23 @@ pub(super) async fn handshake(
         return Err(broken("it states an impossible size of the export"));
     }
     Ok(facts)
+}
+
+/// Hears the greeting, and answers it.
+pub(super) async fn greet(stream: &dyn ByteStream, intake: &mut Intake<'_>) -> Result<()> {
+    if intake.long().await? != GREETING_MAGIC {
+        return Err(Error::unsupported("this is no NBD server"));
+    }
+    if intake.long().await? != OPTION_MAGIC {
+        return Err(Error::unsupported("the server speaks the oldstyle protocol, which names no export"));
+    }
+    let greeted = intake.half().await?;
+    if greeted & handshake_flag::FIXED_NEWSTYLE == 0 {
+        return Err(Error::unsupported("the server does not answer options (no fixed newstyle)"));
+    }
+    let flags = handshake_flag::FIXED_NEWSTYLE | (greeted & handshake_flag::NO_ZEROES);
+    send(stream, &u32::from(flags).to_be_bytes()).await?;
+    Ok(())
 }
 
 /// Takes up one fact; whether it was the size.
@@ -180,7 +186,16 @@ fn context_number(reply: &Reply) -> Option<u32> {
 }
 
 /// All replies to an option: those before the last one, and it.
-async fn last_reply(intake: &mut Intake<'_>, asked: u32) -> Result<(Vec<Reply>, Reply)> {
+pub(super) async fn last_reply(intake: &mut Intake<'_>, asked: u32) -> Result<(Vec<Reply>, Reply)> {
+    replies_until_last(intake, asked, REPLIES_MAX).await
+}
+
+/// The same, of at most this many before the last one.
+pub(super) async fn replies_until_last(
+    intake: &mut Intake<'_>,
+    asked: u32,
+    replies_max: usize,
+) -> Result<(Vec<Reply>, Reply)> {
     let mut before = Vec::new();
     loop {
         if intake.long().await? != OPTION_REPLY_MAGIC || intake.word().await? != asked {
@@ -196,7 +211,7 @@ async fn last_reply(intake: &mut Intake<'_>, asked: u32) -> Result<(Vec<Reply>, 
         if kind == option_reply::ACK || kind & (1 << 31) != 0 {
             return Ok((before, reply));
         }
-        if before.len() == REPLIES_MAX {
+        if before.len() == replies_max {
             return Err(broken("an option has too many replies"));
         }
         before.push(reply);
@@ -239,12 +254,12 @@ pub(super) fn broken(what: &str) -> Error {
     Error::new(vellum_core::ErrorKind::Io, format!("the server breaks the NBD protocol: {what}"))
 }
 
-fn text(text: &str) -> Vec<u8> {
+pub(super) fn text(text: &str) -> Vec<u8> {
     let len = u32::try_from(text.len()).expect("the name of an export is short");
     [&len.to_be_bytes()[..], text.as_bytes()].concat()
 }
 
-async fn ask(stream: &dyn ByteStream, option: u32, data: &[u8]) -> Result<()> {
+pub(super) async fn ask(stream: &dyn ByteStream, option: u32, data: &[u8]) -> Result<()> {
     let len = u32::try_from(data.len()).expect("options are short");
     let header = [&OPTION_MAGIC.to_be_bytes()[..], &option.to_be_bytes(), &len.to_be_bytes(), data].concat();
     send(stream, &header).await

@@ -19,6 +19,11 @@ impl<'a> Intake<'a> {
         Self { stream, stage: Buffer::zeroed(STAGE_BYTES), start: 0, end: 0 }
     }
 
+    /// Whether nothing has come that was not taken.
+    pub(super) fn is_empty(&self) -> bool {
+        self.start == self.end
+    }
+
     /// Waits until some bytes are there, and gives at most `len` of them to `take`.
     ///
     /// # Errors

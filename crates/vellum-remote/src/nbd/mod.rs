@@ -11,7 +11,9 @@
 //!
 //! Nothing proves what an NBD export holds: a caller that keeps parts of it must know that it does not change.
 //!
-//! Left out: TLS, several connections to one export, extended headers.
+//! `list` asks a server what it has, also over TLS.
+//!
+//! Left out: TLS for storages, several connections to one export, extended headers.
 
 mod client;
 mod desk;
@@ -20,6 +22,7 @@ mod desk;
 pub mod fuzz;
 mod handshake;
 mod intake;
+mod list;
 mod session;
 mod storage;
 mod url;
@@ -28,10 +31,13 @@ use std::sync::Arc;
 
 pub use client::{Client, ClientOptions, Dial, Opening, prepare};
 pub use handshake::ExportFacts;
+pub use list::{FLAG_NAMES, ListedExport, list};
 pub use storage::NbdStorage;
 pub use url::NbdUrl;
 use vellum_core::{ByteStream, Error, LocalFuture, Result};
 use vellum_io::{Address, IoMode, clock, connect, run};
+
+use handshake::printable;
 
 /// Connects to a real server.
 struct Server(Address);

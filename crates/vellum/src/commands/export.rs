@@ -1,5 +1,7 @@
 //! `vellum export`: which disks a server serves, changed while it serves others.
 
+mod offered;
+
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -42,11 +44,30 @@ struct At {
     output: OutputFormat,
 }
 
-/// List the exports of a server and the state of their disks
+/// List the exports of a server
+///
+/// With --control, of a server of Vellum, with the state of their disks. With --nbd, what any NBD server tells its clients, in the lines of
+/// `qemu-nbd --list`.
 #[derive(clap::Args)]
 struct List {
-    #[command(flatten)]
-    at: At,
+    /// Control socket of the server, as given to `vellum serve --control`
+    #[arg(long, value_name = "PATH", required_unless_present = "nbd", conflicts_with = "nbd")]
+    control: Option<PathBuf>,
+    /// Address of an NBD server: unix:PATH or tcp:HOST:PORT
+    #[arg(long, value_name = "ADDRESS", value_parser = parse_address)]
+    nbd: Option<Address>,
+    /// Use TLS, with ca-cert.pem in DIR, and with client-cert.pem and client-key.pem if they exist
+    #[arg(long, value_name = "DIR", requires = "nbd")]
+    tls_certificates: Option<PathBuf>,
+    /// Name that the server's certificate must be for. Default: the host of --nbd; at a Unix socket, any
+    #[arg(long, value_name = "NAME", requires = "tls_certificates")]
+    tls_hostname: Option<String>,
+    /// Accept any server
+    #[arg(long, requires = "tls_certificates", conflicts_with = "tls_hostname")]
+    tls_unverified: bool,
+    /// Output format
+    #[arg(long, value_enum, default_value_t)]
+    output: OutputFormat,
 }
 
 /// Serve another image
@@ -142,10 +163,15 @@ fn address_text(address: &Address) -> Result<String> {
 
 pub(crate) fn run(args: &Args) -> Outcome {
     match &args.what {
-        What::List(List { at }) => {
-            let answer = at.ask(&Request::ExportList {})?;
-            at.show(&answer, |answer| show(answer.as_array().map_or(&[], Vec::as_slice)));
-        }
+        What::List(list) => match (&list.nbd, &list.control) {
+            (Some(address), _) => offered::list(list, address)?,
+            (None, Some(control)) => {
+                let at = At { control: control.clone(), output: list.output };
+                let answer = at.ask(&Request::ExportList {})?;
+                at.show(&answer, |answer| show(answer.as_array().map_or(&[], Vec::as_slice)));
+            }
+            (None, None) => unreachable!("one of them is required"),
+        },
         What::Add(add) => {
             let Add {
                 at,

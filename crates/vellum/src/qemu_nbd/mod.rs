@@ -15,6 +15,7 @@
 //!    discards that are ignored, no description.
 //! 4. What is wrong with a command line is said in QEMU's words, and the exit code is 1, as it is there.
 
+mod objects;
 pub(crate) mod table;
 
 use std::ffi::{OsStr, OsString};
@@ -22,9 +23,9 @@ use std::ffi::{OsStr, OsString};
 use vellum_daemon::FormatKind;
 
 use crate::getopt::{self, Argument, Bad};
-use crate::key_values::split_options;
 use crate::qemu_img::Request;
 use crate::qemu_img::table::{Meaning, OptionRow};
+use objects::{Objects, with_value};
 
 /// The name under which command lines are read in this way.
 pub(crate) const NAME: &str = "qemu-nbd";
@@ -37,6 +38,23 @@ const PORT: &str = "10809";
 
 /// The longest name of an export.
 const NAME_BYTES_MAX: usize = 4096;
+
+/// Options that say something of the disk, and have no meaning where exports are listed.
+const DISK_SETTINGS: &[&str] = &[
+    "aio",
+    "allocation-depth",
+    "bitmap",
+    "cache",
+    "connect",
+    "description",
+    "discard",
+    "disconnect",
+    "export-name",
+    "format",
+    "load-snapshot",
+    "nocache",
+    "offset",
+];
 
 /// The line that follows what is wrong with the form of a command line.
 const TRY: &str = "Try `qemu-nbd --help' for more information.";
@@ -74,6 +92,9 @@ pub(crate) fn translate(arguments: &[OsString]) -> Result<Request, Vec<String>> 
                 (_, noted) => noted.map_err(|why| vec![why])?,
             },
         }
+    }
+    if said.lists {
+        return said.list_line(operands.is_empty()).map(Request::Run).map_err(|why| vec![why]);
     }
     let [image] = &operands[..] else {
         return Err(vec!["Invalid number of arguments".to_owned(), TRY.to_owned()]);
@@ -129,9 +150,16 @@ struct Said {
     aio: Option<String>,
     unmaps: Option<bool>,
     detects: Option<String>,
-    /// Sets of certificates: their names, and what is asked for.
-    certificates: Vec<(String, Vec<OsString>)>,
+    objects: Objects,
     tls: Option<String>,
+    /// The access list that clients must be in.
+    authz: Option<String>,
+    /// The name that a server's certificate must be for.
+    tls_hostname: Option<String>,
+    /// The exports of a server are listed.
+    lists: bool,
+    /// Something was said of the disk that is served.
+    has_disk_settings: bool,
 }
 
 /// How the host's cache is used.
@@ -145,7 +173,11 @@ impl Said {
     /// Takes up one option.
     fn note(&mut self, opt: &'static OptionRow, value: Option<OsString>) -> Result<(), String> {
         let text = || value.as_deref().unwrap_or_default().to_string_lossy().into_owned();
+        self.has_disk_settings |= DISK_SETTINGS.contains(&opt.long);
         match (opt.long, opt.means) {
+            ("list", _) => self.lists = true,
+            ("tls-authz", _) => self.authz = Some(text()),
+            ("tls-hostname", _) => self.tls_hostname = Some(text()),
             ("port", _) => self.port = Some(text()),
             ("bind", _) => self.bind = Some(text()),
             ("socket", _) => {
@@ -257,47 +289,14 @@ impl Said {
     }
 
     fn note_object(&mut self, text: &str, value: Option<&OsStr>) -> Result<(), String> {
-        let (kind, rest) = text.split_once(',').unwrap_or((text, ""));
-        match kind.strip_prefix("qom-type=").unwrap_or(kind) {
-            "secret" => self.has("--object", value),
-            "tls-creds-x509" => {
-                let mut ours = vec![OsString::from("--tls=require")];
-                let (mut id, mut verifies) = (None, true);
-                for (key, value) in split_options(&[rest.to_owned()]).map_err(|error| error.chain())? {
-                    match (key.as_str(), value.as_str()) {
-                        ("id", _) => id = Some(value),
-                        ("dir", dir) => ours.push(format!("--tls-certificates={dir}").into()),
-                        ("endpoint", "server") => {}
-                        ("endpoint", _) => {
-                            return Err("Expecting TLS credentials with a server endpoint".to_owned());
-                        }
-                        ("verify-peer", "on" | "yes" | "true") => verifies = true,
-                        ("verify-peer", "off" | "no" | "false") => verifies = false,
-                        _ => return Err(format!("--object {kind}: {key}={value} is not supported")),
-                    }
-                }
-                if verifies {
-                    ours.push("--tls-verify-peer".into());
-                }
-                let id = id.ok_or_else(|| "Parameter 'id' is missing".to_owned())?;
-                self.certificates.push((id, ours));
-            }
-            kind => {
-                return Err(format!(
-                    "--object {kind} is not supported: the kinds are secret and tls-creds-x509"
-                ));
-            }
+        if self.objects.note(text)? {
+            self.has("--object", value);
         }
         Ok(())
     }
 
     fn has(&mut self, option: &str, value: Option<&OsStr>) {
-        let mut text = OsString::from(option);
-        if let Some(value) = value {
-            text.push("=");
-            text.push(value);
-        }
-        self.ours.push(text);
+        self.ours.push(value.map_or_else(|| option.into(), |value| with_value(option, value)));
     }
 
     /// The command line of ours.
@@ -311,11 +310,16 @@ impl Said {
                 .chain([device])
                 .collect());
         }
+        self.refuse_tls_options_alone()?;
         if let Some(wanted) = self.tls.take() {
-            let found = self.certificates.iter().position(|(id, _)| *id == wanted);
-            let found = found
-                .ok_or_else(|| format!("Failed to get TLS creds: No TLS credentials with id '{wanted}'"))?;
-            self.ours.append(&mut self.certificates[found].1);
+            if self.device.is_some() {
+                return Err("TLS is not supported with a host device".to_owned());
+            }
+            if self.tls_hostname.is_some() {
+                return Err("TLS hostname is only supported with export list".to_owned());
+            }
+            let mut ours = self.objects.of_server(&wanted, self.authz.as_deref())?;
+            self.ours.append(&mut ours);
         }
         if self.has_image_opts && self.has_format {
             return Err("--image-opts and -f are mutually exclusive".to_owned());
@@ -328,25 +332,7 @@ impl Said {
             );
         }
         let is_asked = self.socket.is_some() || self.bind.is_some() || self.port.is_some();
-        let address = match self.socket.take() {
-            Some(path) => {
-                let mut address = OsString::from("unix:");
-                address.push(path);
-                address
-            }
-            None => {
-                let host = self.bind.take().unwrap_or_else(|| "0.0.0.0".to_owned());
-                let host =
-                    if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host };
-                let port = self.port.take().unwrap_or_else(|| PORT.to_owned());
-                if port.parse::<u16>().is_err() {
-                    return Err(format!(
-                        "address resolution failed for {host}:{port}: use a number from 1 to 65535"
-                    ));
-                }
-                format!("tcp:{host}:{port}").into()
-            }
-        };
+        let address = self.address()?;
         // Sockets that were passed replace the address, and a device needs none.
         if std::env::var_os("LISTEN_FDS").is_none() && (self.device.is_none() || is_asked) {
             self.has("--nbd", Some(&address));
@@ -384,6 +370,61 @@ impl Said {
         line.append(&mut self.ours);
         line.extend(["--".into(), image.to_owned()]);
         Ok(line)
+    }
+}
+
+impl Said {
+    /// Options for TLS without certificates.
+    fn refuse_tls_options_alone(&self) -> Result<(), String> {
+        match (&self.tls, &self.authz, &self.tls_hostname) {
+            (None, Some(_), _) => Err("--tls-authz is not permitted without --tls-creds".to_owned()),
+            (None, None, Some(_)) => Err("--tls-hostname is not permitted without --tls-creds".to_owned()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Where the server is, or will be.
+    fn address(&mut self) -> Result<OsString, String> {
+        if let Some(path) = self.socket.take() {
+            let mut address = OsString::from("unix:");
+            address.push(path);
+            return Ok(address);
+        }
+        let host = self.bind.take().unwrap_or_else(|| "0.0.0.0".to_owned());
+        let host = if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host };
+        let port = self.port.take().unwrap_or_else(|| PORT.to_owned());
+        if port.parse::<u16>().is_err() {
+            return Err(format!("address resolution failed for {host}:{port}: use a number from 1 to 65535"));
+        }
+        Ok(format!("tcp:{host}:{port}").into())
+    }
+
+    /// The command line of ours that lists the exports of a server.
+    fn list_line(mut self, has_no_file: bool) -> Result<Vec<OsString>, String> {
+        if !has_no_file {
+            return Err("List mode is incompatible with a file name".to_owned());
+        }
+        if self.has_disk_settings {
+            return Err("List mode is incompatible with per-device settings".to_owned());
+        }
+        if self.is_forked {
+            return Err("List mode is incompatible with forking".to_owned());
+        }
+        self.refuse_tls_options_alone()?;
+        if self.tls.is_some() && self.authz.is_some() {
+            return Err("TLS authorization is incompatible with export list".to_owned());
+        }
+        // Without certificates there is no name to look for.
+        let tls = match self.tls.take() {
+            Some(wanted) => {
+                let host = self.tls_hostname.as_deref();
+                self.objects.of_client(&wanted, host, self.socket.is_some())?
+            }
+            None => Vec::new(),
+        };
+        let address = self.address()?;
+        let line = ["vellum", "export", "list"].map(OsString::from);
+        Ok(line.into_iter().chain([with_value("--nbd", &address)]).chain(tls).collect())
     }
 }
 

@@ -59,13 +59,19 @@ pub(crate) static GROUPS: &[(&str, &[OptionRow])] = &[
     (
         "General",
         &[
-            flag(Some('L'), "list", Refused, "`nbdinfo --list` of libnbd lists the exports of a server"),
+            flag(
+                Some('L'),
+                "list",
+                Own("`vellum export list --nbd ADDRESS`"),
+                "the same lines, also over TLS; `--output json` there",
+            ),
             with(
                 None,
                 "object",
-                Own("`--object`, `--tls-certificates`"),
-                "secret: file=, and env= and fd= besides, not data=; tls-creds-x509: dir=, endpoint=server, verify-peer=; \
-                 others are refused",
+                Own("`--object`, `--tls-certificates`, `--tls-allow`, `--tls-access-list`"),
+                "secret: file=, and env= and fd= besides, not data=; tls-creds-x509: dir=, endpoint=, verify-peer=; authz-simple, \
+                 authz-list, authz-list-file; tls-creds-psk and tls-creds-anon are refused, because the TLS library (rustls) has neither: \
+                 certificates take their place",
             ),
             with(
                 None,
@@ -76,10 +82,11 @@ pub(crate) static GROUPS: &[(&str, &[OptionRow])] = &[
             with(
                 None,
                 "tls-authz",
-                Refused,
-                "which certificates are let in is the authority's choice: ca-cert.pem, ca-crl.pem",
+                Own("`--tls-allow`, `--tls-access-list`"),
+                "an id without an object is refused at once, and so is verify-peer=off, with which QEMU lets everybody in; authz-list-file, \
+                 which QEMU 10.0 has in its manual only, is read again when it has changed",
             ),
-            with(None, "tls-hostname", Refused, "it is for --list"),
+            with(None, "tls-hostname", Own("`vellum export list --tls-hostname`"), "for --list, as there"),
             with(Some('T'), "trace", Aside, "`--log` says what is logged"),
             flag(None, "fork", Same("--fork"), ""),
             with(None, "pid-file", Same("--pid-file"), ""),

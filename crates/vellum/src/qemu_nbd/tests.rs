@@ -81,12 +81,40 @@ fn command_lines_are_turned_into_ours() {
             format!("--tls=require --tls-certificates=/c --tls-verify-peer --nbd=unix:/s {USUAL} -- a"),
         ),
         (
+            "--object tls-creds-x509,id=t,dir=/c,endpoint=server --object authz-simple,id=a,identity=CN=x,,O=y --tls-creds t --tls-authz a -k /s a",
+            format!("--tls=require --tls-certificates=/c --tls-verify-peer --tls-allow=CN=x,O=y --nbd=unix:/s {USUAL} -- a"),
+        ),
+        (
+            "--object tls-creds-x509,id=t,dir=/c,endpoint=server --object authz-list,id=a,rules.0.match=x,rules.0.policy=allow --tls-creds t \
+             --tls-authz a -k /s a",
+            format!(
+                "--tls=require --tls-certificates=/c --tls-verify-peer \
+                 --tls-access-list={{\"policy\":\"deny\",\"rules\":[{{\"format\":\"exact\",\"match\":\"x\",\"policy\":\"allow\"}}]}} --nbd=unix:/s \
+                 {USUAL} -- a"
+            ),
+        ),
+        (
             "-k /s --image-opts driver=raw,offset=1M,file.filename=a",
             format!("--image-opts --nbd=unix:/s {USUAL} -- driver=raw,offset=1M,file.filename=a"),
         ),
     ] {
         let ours = format!("vellum serve {ours}");
         assert_eq!(line(theirs).as_deref(), Ok(ours.as_str()), "{theirs}");
+    }
+    let listing = |rest: &str| Ok(format!("vellum export list --nbd={rest}"));
+    for (theirs, ours) in [
+        ("-L -k /s", "unix:/s"),
+        ("--list -p 5 -b h -e 3 -t -v", "tcp:h:5"),
+        (
+            "-L --object tls-creds-x509,id=t,dir=/c --tls-creds t --tls-hostname n -k /s",
+            "unix:/s --tls-certificates=/c --tls-hostname=n",
+        ),
+        (
+            "-L --object tls-creds-x509,id=t,dir=/c,endpoint=client,verify-peer=off --tls-creds t",
+            "tcp:0.0.0.0:10809 --tls-certificates=/c --tls-unverified",
+        ),
+    ] {
+        assert_eq!(line(theirs), listing(ours), "{theirs}");
     }
     assert_eq!(line("-d /dev/nbd0").as_deref(), Ok("vellum client disconnect --device=/dev/nbd0"));
     assert!(line("--version").unwrap().starts_with("says qemu-nbd 10."));
@@ -117,6 +145,24 @@ const WRONG: &[&str] = &[
     "--aio=threads --aio=threads a",
     "--handshake-limit=x a",
     "--tls-creds=x a",
+    "--tls-authz x a",
+    "--tls-hostname x a",
+    "-L a",
+    "-L -x n",
+    "-L -f raw",
+    "-L -A",
+    "-L --cache=none",
+    "-L -B b",
+    "-L --fork",
+    "-L --tls-authz x",
+    "--object authz-simple,id=a a",
+    "--object authz-simple,identity=x a",
+    "--object authz-simple,id=a,identity=x,foo=1 a",
+    "--object authz-list,id=a,policy=maybe a",
+    "--object authz-list,id=a,rules.0.match=x a",
+    "--object authz-list,id=a,rules.0.policy=allow a",
+    "--object authz-list,id=a,rules.1.match=x,rules.1.policy=allow a",
+    "--object authz-list,id=a,rules.0.match=x,rules.0.policy=allow,rules.0.format=regex a",
     "-k /s --image-opts -f raw driver=raw",
 ];
 
@@ -139,11 +185,26 @@ fn what_is_wrong_is_said_as_there() {
     }
     assert!(compared == 0 || compared == WRONG.len());
     for (theirs, word) in [
-        ("-L", "nbdinfo"),
-        ("--tls-authz x a", "--tls-authz is not supported"),
+        ("-L --tls-creds x", "No TLS credentials with id 'x'"),
         ("--selinux-label x -k /s a", "--selinux-label is not supported"),
-        ("--object tls-creds-psk,id=t,dir=/c a", "tls-creds-psk is not supported"),
+        (
+            "--object tls-creds-psk,id=t,dir=/c,endpoint=server a",
+            "rustls) has no pre-shared keys: use tls-creds-x509",
+        ),
+        ("--object tls-creds-anon,id=t,endpoint=server a", "use tls-creds-x509"),
         ("--object tls-creds-x509,id=t,dir=/c,endpoint=client --tls-creds t a", "server endpoint"),
+        ("--object tls-creds-x509,id=t,dir=/c --tls-creds t a", "server endpoint"),
+        ("-L --object tls-creds-x509,id=t,dir=/c,endpoint=server --tls-creds t", "client endpoint"),
+        (
+            "--object tls-creds-x509,id=t,dir=/c,endpoint=server --tls-creds t --tls-authz a a",
+            "there is no --object",
+        ),
+        (
+            "--object tls-creds-x509,id=t,dir=/c,endpoint=server,verify-peer=no --object authz-simple,id=a,identity=x --tls-creds t --tls-authz a a",
+            "needs verify-peer=on",
+        ),
+        ("--object authz-list-file,id=a,filename=/f,refresh=off a", "refresh=off is not supported"),
+        ("--object {\"qom-type\":1} a", "Invalid parameter type"),
         ("--s a", "option '--s' is ambiguous; possibilities: '--socket'"),
         ("-p x a", "address resolution failed for 0.0.0.0:x"),
     ] {

@@ -6,6 +6,7 @@ mod support;
 
 mod lines;
 mod process;
+mod tls;
 
 use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixStream;

@@ -53,6 +53,8 @@ pub struct Backup {
     pub before: Option<(PathBuf, FormatKind)>,
     /// The options of the new image.
     pub options: CreateOptions,
+    /// The new image is not encrypted, though the disk is: somebody has asked for that in so many words.
+    pub is_plain_text: bool,
     /// What opens the new image and the backup before, where they are encrypted.
     pub secrets: Arc<Secrets>,
     /// Where references of the backup before may lead, besides its own directory.
@@ -95,11 +97,7 @@ async fn with_source(
     stop: &Stop,
     progress: &dyn Fn(u64, u64),
 ) -> Result<BackedUp> {
-    if source.is_any_encrypted() && wish.options.encryption.is_none() {
-        return Err(Error::unsupported(
-            "its disk is encrypted, and the backup would not be: add `-o encrypt.format=luks,encrypt.key-secret=ID`",
-        ));
-    }
+    refuse_plain_text_by_mistake(source, wish)?;
     let bitmaps = bitmaps_of(source)?;
     let target = Target::make(wish, source.disk().geometry().size).await?;
     let marked = match bitmaps.begin_anew(&wish.bitmap) {
@@ -127,6 +125,20 @@ async fn with_source(
             Err(error)
         }
     }
+}
+
+/// A backup of an encrypted disk is encrypted, unless somebody wants it not to be.
+///
+/// # Errors
+/// `Unsupported` where it would not be.
+pub(crate) fn refuse_plain_text_by_mistake(source: &Chain, wish: &Backup) -> Result<()> {
+    if source.is_any_encrypted() && wish.options.encryption.is_none() && !wish.is_plain_text {
+        return Err(Error::unsupported(
+            "its disk is encrypted, and the backup would not be: add `-o encrypt.format=luks,encrypt.key-secret=ID`, or --plain-text if \
+             whoever can read the backup may read the disk",
+        ));
+    }
+    Ok(())
 }
 
 /// Gives up what was marked: the backup has it, under its name. If that fails, the next backup has it once more, which is right as well.

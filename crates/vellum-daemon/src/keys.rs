@@ -4,14 +4,15 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use vellum_core::{Error, Offload, Result};
+use vellum_core::{Context as _, Error, Offload, Result};
 use vellum_format::FormatKind;
 use vellum_format::luks::{
     Hash, KeyArea, KeyChange, Mode, NewHeader, NewKeys, SLOTS, Secret, Secrets, TIME_DEFAULT, change_keys,
     iterations_for, system_chance,
 };
-use vellum_io::clock;
+use vellum_io::{clock, unblock};
 
+use crate::control::{EncryptionWish, SecretFile};
 use crate::host::Pool;
 use crate::image::{ImageOptions, open_file};
 
@@ -66,6 +67,53 @@ pub fn named<'a>(secrets: &'a Secrets, name: &str) -> Result<&'a Secret> {
             "there is no secret named {name:?}: give it with `--secret id={name},file=FILE`"
         ))
     })
+}
+
+/// The secrets of a server and those that a client names by their files, and the keys of a new image. A client's secret takes the place of one
+/// of the server's with its name.
+///
+/// # Errors
+/// Those of the files; `Invalid` for a secret that nobody has, and for what is not made.
+pub(crate) async fn keys_of_new(
+    known: &Arc<Secrets>,
+    files: &[SecretFile],
+    wish: Option<&EncryptionWish>,
+) -> Result<(Arc<Secrets>, Option<Arc<NewKeys>>)> {
+    let (known, files, wish) = (known.clone(), files.to_vec(), wish.cloned());
+    // It reads files, and takes as long as opening an image with these keys.
+    unblock(move || {
+        let mut secrets = (*known).clone();
+        let mut seen: Vec<&str> = Vec::new();
+        for SecretFile { id, file, base64 } in &files {
+            if seen.contains(&id.as_str()) {
+                return Err(Error::invalid(format!("there are two secrets named {id:?}")));
+            }
+            seen.push(id);
+            if !file.is_absolute() {
+                return Err(Error::invalid(format!("the file of the secret {id} needs an absolute path")));
+            }
+            let using = || format!("can't use the secret {id} in {}", file.display());
+            let secret = std::fs::File::open(file).context(using).and_then(Secret::read)?;
+            let secret = if *base64 { secret.from_base64().context(using)? } else { secret };
+            secrets = secrets.without(id);
+            secrets.add(id, secret)?;
+        }
+        let keys = wish.map(|wish| {
+            if ![128, 256].contains(&wish.key_bits) {
+                return Err(Error::invalid(format!("key-bits {}: use 128 or 256", wish.key_bits)));
+            }
+            let new = NewEncryption {
+                secret: wish.secret,
+                key_bits: wish.key_bits,
+                hash: Hash::named(&wish.hash)?,
+                time: Duration::from_millis(wish.iter_time),
+            };
+            new.keys(&secrets)
+        });
+        let keys = keys.transpose()?;
+        Ok((Arc::new(secrets), keys))
+    })
+    .await
 }
 
 /// One key slot of an image.

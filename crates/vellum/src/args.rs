@@ -450,6 +450,11 @@ impl NewImage {
         self.encryption.as_ref().map(|encryption| encryption.secret.as_str())
     }
 
+    /// How it is to be encrypted, if it is.
+    pub(crate) fn encryption(&self) -> Option<&NewEncryption> {
+        self.encryption.as_ref()
+    }
+
     /// What is said of encryption where a new image is described.
     pub(crate) fn encryption_text(&self) -> Option<String> {
         let encryption = self.encryption.as_ref()?;

@@ -15,6 +15,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use vellum_core::{Context, Error, Result};
+use vellum_daemon::control::SecretFile;
 use vellum_daemon::{Secret, Secrets};
 
 use crate::key_values::split_options;
@@ -34,6 +35,30 @@ pub(crate) struct SecretArgs {
 }
 
 impl SecretArgs {
+    /// Where they are, for a server to read them: only files will do.
+    pub(crate) fn files(&self) -> Result<Vec<SecretFile>> {
+        let own = self.secret.iter().map(|spec| ("--secret", spec.as_str()));
+        let theirs = self.object.iter().map(|spec| match spec.split_once(',') {
+            Some(("secret", rest)) => Ok(("--object secret", rest)),
+            _ => Err(only_secrets(spec)),
+        });
+        let all = own.map(Ok).chain(theirs).map(|spec| {
+            let (option, spec) = spec?;
+            match place_of(option, spec)? {
+                (id, Source::File(path), base64) => {
+                    let file =
+                        std::path::absolute(&path).context(|| format!("can't find {}", path.display()))?;
+                    Ok(SecretFile { id, file, base64 })
+                }
+                (id, ..) => Err(Error::unsupported(format!(
+                    "{option} {id}: with --control the server reads the secret: use file=, or the name of a secret that the server was \
+                     started with (`vellum serve --secret id={id},fd=NUMBER`)"
+                ))),
+            }
+        });
+        all.collect()
+    }
+
     /// Reads them.
     pub(crate) fn read(&self) -> Result<Arc<Secrets>> {
         let mut secrets = Secrets::default();
@@ -43,10 +68,7 @@ impl SecretArgs {
         }
         for spec in &self.object {
             let Some((_, rest)) = spec.split_once(',').filter(|(kind, _)| *kind == "secret") else {
-                let kind = spec.split_once(',').map_or(spec.as_str(), |(kind, _)| kind);
-                return Err(Error::unsupported(format!(
-                    "--object {kind}: the only kind of object is secret"
-                )));
+                return Err(only_secrets(spec));
             };
             let (name, secret) = read_one("--object secret", rest)?;
             secrets.add(&name, secret)?;
@@ -55,8 +77,25 @@ impl SecretArgs {
     }
 }
 
+fn only_secrets(spec: &str) -> Error {
+    let kind = spec.split_once(',').map_or(spec, |(kind, _)| kind);
+    Error::unsupported(format!("--object {kind}: the only kind of object is secret"))
+}
+
 /// The name of a secret, and what is where the user says.
 fn read_one(option: &str, spec: &str) -> Result<(String, Secret)> {
+    let (name, source, is_base64) = place_of(option, spec)?;
+    let secret = source.read().context(|| format!("can't use the secret {name}"))?;
+    let secret = if is_base64 {
+        secret.from_base64().context(|| format!("can't use the secret {name}"))?
+    } else {
+        secret
+    };
+    Ok((name, secret))
+}
+
+/// The name of a secret, where it is, and whether its base64 text is there.
+fn place_of(option: &str, spec: &str) -> Result<(String, Source, bool)> {
     let (mut name, mut source, mut is_base64) = (None, None, false);
     for (key, value) in split_options(&[spec.to_owned()])? {
         match key.as_str() {
@@ -100,13 +139,7 @@ fn read_one(option: &str, spec: &str) -> Result<(String, Secret)> {
     let source = source.ok_or_else(|| {
         Error::invalid(format!("{option} {name}: say where it is: file=FILE, env=VARIABLE or fd=NUMBER"))
     })?;
-    let secret = source.read().context(|| format!("can't use the secret {name}"))?;
-    let secret = if is_base64 {
-        secret.from_base64().context(|| format!("can't use the secret {name}"))?
-    } else {
-        secret
-    };
-    Ok((name, secret))
+    Ok((name, source, is_base64))
 }
 
 /// Where a secret is.

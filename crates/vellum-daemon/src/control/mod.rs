@@ -22,6 +22,7 @@ mod exports;
 mod lines;
 pub(crate) mod places;
 pub(crate) mod server;
+mod wishes;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -35,6 +36,7 @@ use vellum_layer::migrate;
 use crate::pins::Pin;
 
 pub use client::{call, call_in_turn, call_within, watch_job};
+pub use wishes::{EncryptionWish, SecretFile};
 
 /// The longest request, with the end of its line.
 pub const REQUEST_BYTES_MAX: usize = 64 << 10;
@@ -384,6 +386,15 @@ pub enum Request {
         /// Its format.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         before_format: Option<String>,
+        /// How the new image is to be encrypted.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        encryption: Option<EncryptionWish>,
+        /// Secrets of the new image and of the backup before, besides those of the server.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        secrets: Vec<SecretFile>,
+        /// The disk is encrypted, and the new image is not to be.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        plain_text: bool,
     },
     /// Take a step of a migration. Answered when it is durable.
     MigrateStep {

@@ -27,6 +27,7 @@ use crate::closed::refuse_own_name;
 use crate::contained::{contained, in_rounds};
 use crate::door::{Accepting, Door};
 use crate::flash::policy_of;
+use crate::keys::keys_of_new;
 use crate::pins::{FileTimes, PinChange};
 use crate::seats::Seats;
 use crate::served::{Disks, JobWish, LiveCommit, LiveRebase, Wish, prefetch_limits};
@@ -302,14 +303,26 @@ impl Control {
                 let bytes = disk.flatten().await?;
                 json!({ "filename": disk.path(), "bytes-written": bytes })
             }
-            Request::Backup { disk, bitmap, target, before, before_format } => {
+            Request::Backup {
+                disk,
+                bitmap,
+                target,
+                before,
+                before_format,
+                encryption,
+                secrets,
+                plain_text,
+            } => {
                 let format = before_format.as_ref().map(|name| name.parse::<FormatKind>()).transpose()?;
+                let (secrets, encryption) =
+                    keys_of_new(&self.spec.image.secrets, secrets, encryption.as_ref()).await?;
                 let wish = Backup {
                     bitmap: bitmap.clone(),
                     target: target.clone(),
                     before: before.clone().zip(format),
-                    options: CreateOptions::default(),
-                    secrets: Default::default(),
+                    options: CreateOptions { encryption, ..CreateOptions::default() },
+                    is_plain_text: *plain_text,
+                    secrets,
                     allow_dirs: Vec::new(),
                 };
                 if wish.before.is_some() != before.is_some() || !target.is_absolute() {

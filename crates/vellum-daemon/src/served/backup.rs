@@ -16,11 +16,11 @@
 //! 4. Requests wait as long as it takes to copy what was written during the round before: at most [`LAST_BYTES`], or after [`ROUNDS`]
 //!    rounds whatever it is.
 
-use vellum_core::{Error, Result, SharedDisk};
+use vellum_core::{Context as _, Error, Result, SharedDisk};
 use vellum_format::image::OpenBitmaps;
 
 use super::{Served, Stage, Step};
-use crate::backup::{BackedUp, Backup, Copying, Target, bitmaps_of, forget};
+use crate::backup::{BackedUp, Backup, Copying, Target, bitmaps_of, forget, refuse_plain_text_by_mistake};
 
 /// This much may be copied while requests wait, in bytes.
 const LAST_BYTES: u64 = 16 << 20;
@@ -54,13 +54,7 @@ impl Served {
                 self.shown()
             )));
         }
-        if chain.top().head.is_encrypted() {
-            return Err(Error::unsupported(format!(
-                "{}: its disk is encrypted, and the backup would not be: stop the server, and make it with `vellum backup -o \
-                 encrypt.format=luks,encrypt.key-secret=ID`",
-                self.shown()
-            )));
-        }
+        refuse_plain_text_by_mistake(chain, wish).context(|| self.shown())?;
         let bitmaps = bitmaps_of(chain)?;
         let source = chain.disk();
         let target = Target::make(wish, source.geometry().size).await?;

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use serde_json::json;
 use vellum_core::{Context as _, Error, Result};
 use vellum_daemon::backup::{BackedUp, Backup, backup};
-use vellum_daemon::control::{Request, call};
+use vellum_daemon::control::{EncryptionWish, Request, call};
 use vellum_daemon::{FormatKind, IoMode, Qcow2Options, run as run_worker};
 
 use super::change::ChangeArgs;
@@ -47,9 +47,13 @@ pub(crate) struct Args {
     /// Options of the new image: encrypt.format, encrypt.key-secret and the others that begin with encrypt; `vellum create -o
     /// help` lists them
     ///
-    /// The backup of an encrypted disk must be encrypted.
-    #[arg(short, long = "option", value_name = "NAME=VALUE", conflicts_with = "control")]
+    /// The backup of an encrypted disk must be encrypted, or --plain-text given. With --control the server reads the file of
+    /// the secret, or has a secret of this name itself.
+    #[arg(short, long = "option", value_name = "NAME=VALUE")]
     options: Vec<String>,
+    /// The backup of an encrypted disk is not to be encrypted: whoever can read it may read the disk
+    #[arg(long, conflicts_with = "options")]
+    plain_text: bool,
     /// Back up a disk of the server with this control socket, instead of an image
     #[arg(long, value_name = "PATH")]
     control: Option<PathBuf>,
@@ -102,12 +106,22 @@ pub(crate) fn run(args: &Args) -> Outcome {
 /// A server makes it.
 async fn served(args: &Args, target: &Path) -> Result<BackedUp, Failure> {
     let full = |path: &Path| std::path::absolute(path).context(|| format!("can't find {}", path.display()));
+    let new = NewImage::parse(&args.options)?;
+    new.refuse_all_but_encryption()?;
     let request = Request::Backup {
         disk: args.disk.clone(),
         bitmap: args.bitmap.clone(),
         target: full(target)?,
         before: args.backing.as_deref().map(full).transpose()?,
         before_format: args.backing_format.map(|format| format.to_string()),
+        encryption: new.encryption().map(|encryption| EncryptionWish {
+            secret: encryption.secret.clone(),
+            key_bits: encryption.key_bits,
+            hash: encryption.hash.name().to_owned(),
+            iter_time: u64::try_from(encryption.time.as_millis()).unwrap_or(u64::MAX),
+        }),
+        secrets: args.change.secret_files()?,
+        plain_text: args.plain_text,
     };
     let control = args.control.as_ref().expect("it was looked at");
     let answer = call(control, &request).await?;
@@ -125,6 +139,7 @@ async fn made(args: &Args, source: &Path, target: &Path) -> Result<BackedUp, Fai
         target: target.to_owned(),
         before: args.backing.clone().zip(args.backing_format),
         options: Qcow2Options { encryption, ..Qcow2Options::default() },
+        is_plain_text: args.plain_text,
         secrets: options.secrets.clone(),
         allow_dirs: args.change.allow.places(),
     };

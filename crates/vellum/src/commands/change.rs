@@ -13,6 +13,7 @@ use crate::args::{AllowArgs, OutputFormat, parse_format};
 use crate::output::{say, say_json, say_json_line};
 use crate::progress::{Progress, Wish};
 use crate::secrets::SecretArgs;
+use vellum_daemon::control::SecretFile;
 
 /// How the images are opened, and what is printed
 #[derive(clap::Args)]
@@ -56,6 +57,11 @@ impl ChangeArgs {
             data_files: self.data_file.clone(),
             ..ImageOptions::default()
         })
+    }
+
+    /// Where the secrets are, for a server to read them.
+    pub(crate) fn secret_files(&self) -> Result<Vec<SecretFile>> {
+        self.secrets.files()
     }
 
     /// Does the work with a progress bar. A signal ends it, with what can be done then.

@@ -511,3 +511,104 @@ fn a_backup_that_is_interrupted_is_none() {
     }
     assert!(interrupted > 0);
 }
+
+/// A file with a secret, and `--secret …` for it.
+fn secret(dir: &Dir, name: &str) -> String {
+    let file = dir.text(name);
+    std::fs::write(&file, name).expect("a file");
+    format!("id={name},file={file}")
+}
+
+/// Whether there is readable text of the disk in a file.
+fn is_readable(image: &str) -> bool {
+    std::fs::read(image).expect("an image").windows(9).any(|at| at == b"readable ")
+}
+
+/// Full and incremental backups of an encrypted disk that is served: encrypted with a secret of the client's or of the server's, restored
+/// and compared; and in plain text only where that is asked for.
+#[test]
+fn backups_of_an_encrypted_disk_are_encrypted() {
+    let dir = Dir::new("backups");
+    let (image, raw) = (dir.text("disk.qcow2"), dir.text("disk.raw"));
+    let (disk, backup, own) = (secret(&dir, "disk"), secret(&dir, "backup"), secret(&dir, "own"));
+    let encrypted =
+        |name: &str| format!("encrypt.format=luks,encrypt.key-secret={name},encrypt.iter-time=10");
+    let marks: Vec<u8> = b"readable ".iter().copied().cycle().take(9 << 10).collect();
+    let mut bytes = noise(4 << 20, 5);
+    bytes[..marks.len()].copy_from_slice(&marks);
+    std::fs::write(&raw, &bytes).expect("a disk");
+    vellum(&["convert", "-q", "-O", "qcow2", "--secret", &disk, "-o", &encrypted("disk"), &raw, &image])
+        .answer();
+    vellum(&["bitmap", "--add", &image, "daily"]).answer();
+    let served = Controlled::start(&["-f", "qcow2", "--secret", &disk, "--secret", &own, &image]);
+    let mut guest = served.client("");
+    let mut write = |at: usize| {
+        guest.write(at as u64, &marks, 0).expect("it is written");
+        bytes[at..at + marks.len()].copy_from_slice(&marks);
+        bytes.clone()
+    };
+    let target = |name: &str| dir.text(&format!("{name}.qcow2"));
+    let (options_of_client, options_of_server) = (encrypted("backup"), encrypted("own"));
+
+    // What is not encrypted is not made by mistake.
+    let plain = target("plain");
+    served.refuses(&["would not be", "--plain-text"], "backup", &["--bitmap", "daily", &plain]);
+    for (rest, words) in [
+        (&["-o", &*options_of_client][..], &["no secret named", "backup"][..]),
+        (&["-o", &options_of_client, "--secret", "id=backup,file=/nonexistent"], &["/nonexistent"]),
+        (
+            &["-o", &options_of_client, "--secret", "id=backup,env=HOME"],
+            &["the server reads the secret", "file="],
+        ),
+        (&["-o", "cluster_size=64k"], &["only the options encrypt.*"]),
+        (&["-o", &options_of_client, "--plain-text"], &["--plain-text"]),
+    ] {
+        let line = [&["--bitmap", "daily"][..], rest, &[&plain]].concat();
+        let refused = served.ask("backup", &line);
+        assert!(
+            refused.code == 1 && words.iter().all(|word| refused.err.contains(word)),
+            "{line:?}: {refused:?}"
+        );
+        assert!(!std::path::Path::new(&plain).exists());
+    }
+
+    // All of it with a secret of the client's; then what has changed, with one of the server's.
+    let mut versions = vec![("0", write(1 << 20), vec![&*backup])];
+    let zero = target("0");
+    served.json("backup", &["--bitmap", "daily", "-o", &options_of_client, "--secret", &backup, &zero]);
+    versions.push(("1", write(2 << 20), vec![&*backup, &*own]));
+    let one = target("1");
+    let incremental = ["--bitmap", "daily", "--incremental", "-F", "qcow2", "-B"];
+    // Without the secret of the backup before nothing can stand on it.
+    let line = [&incremental[..], &[&zero, "-o", &options_of_server, &one]].concat();
+    let refused = served.ask("backup", &line);
+    assert!(refused.code == 1 && refused.err.contains("0.qcow2"), "{refused:?}");
+    let line = [&incremental[..], &[&zero, "-o", &options_of_server, "--secret", &backup, &one]].concat();
+    let answer = served.json("backup", &line);
+    assert_eq!(answer["bytes-marked"], 64 << 10, "the refused one has taken nothing: {answer}");
+    // In so many words.
+    versions.push(("2", write(3 << 20), vec![&*backup, &*own]));
+    let two = target("2");
+    let line = [&incremental[..], &[&one, "--plain-text", "--secret", &backup, &two]].concat();
+    served.json("backup", &line);
+    guest.disconnect();
+    served.server.stop();
+
+    for (name, expected, secrets) in versions {
+        let image = target(name);
+        assert_eq!(is_readable(&image), name == "2", "{name}");
+        let secrets: Vec<&str> = secrets.iter().flat_map(|secret| ["--secret", *secret]).collect();
+        let restored = dir.text("restored");
+        let line = [&["convert", "-q", "-O", "raw"][..], &secrets, &[&image, &restored]].concat();
+        vellum(&line).answer();
+        assert!(std::fs::read(&restored).expect("a copy") == expected, "backup {name}");
+        vellum(&["check", "-q", &image]).answer();
+        let wrong = vellum(&["convert", "-q", "-O", "raw", "--secret", &disk, &image, &restored]);
+        assert_eq!(wrong.code, 1, "{name}: the secret of the disk opens no backup: {wrong:?}");
+    }
+    // The closed image has the same words.
+    let line = ["backup", "-q", "--bitmap", "daily", "--secret", &disk, &image, &plain];
+    assert!(vellum(&line).err.contains("--plain-text"));
+    vellum(&[&line[..6], &["--plain-text", &image, &plain]].concat()).answer();
+    assert!(is_readable(&plain));
+}

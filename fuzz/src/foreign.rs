@@ -157,7 +157,7 @@ async fn use_all(kind: ForeignKind, image: SharedStorage, parts: &Parts) {
                 match (read, extent.place) {
                     (Ok(bytes), Place::Zero { .. }) => assert!(bytes.is_zero(), "zeros are zero"),
                     (Ok(_), _) => {}
-                    (Err(error), Place::Compressed) => assert_eq!(error.kind(), ErrorKind::Corrupt),
+                    (Err(error), Place::Compressed { .. }) => assert_eq!(error.kind(), ErrorKind::Corrupt),
                     (Err(error), place) => panic!("{place:?} cannot be read: {}", error.chain()),
                 }
             }

@@ -364,7 +364,7 @@ async fn disk_map_agrees(disk: &SharedDisk, model: &[u8]) {
                         storage.read(at, Buffer::for_overwrite(len)).await.expect("a read succeeds");
                     assert!(content.to_vec() == expected, "data lies where the map says");
                 }
-                Place::Compressed => {}
+                Place::Compressed { .. } => {}
             }
         }
     }

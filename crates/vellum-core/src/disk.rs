@@ -112,7 +112,12 @@ pub enum Place {
         at: ImageOffset,
     },
     /// The bytes are stored compressed.
-    Compressed,
+    Compressed {
+        /// In which storage, and at which place the first byte of the run would be if nothing were compressed: what is compressed
+        /// begins there, or before it by as much as the run begins behind it. Runs with the same one are the same bytes. `None` where
+        /// nobody can tell.
+        from: Option<(SharedStorage, ImageOffset)>,
+    },
     /// This disk has no data of its own there: the disk below decides, and without one the run reads as zero.
     Below,
 }
@@ -122,7 +127,10 @@ impl std::fmt::Debug for Place {
         match self {
             Self::Zero { allocated } => write!(f, "Zero {{ allocated: {allocated} }}"),
             Self::Data { storage, at } => write!(f, "Data {{ {} at {at} }}", storage.name()),
-            Self::Compressed => f.write_str("Compressed"),
+            Self::Compressed { from: None } => f.write_str("Compressed"),
+            Self::Compressed { from: Some((storage, at)) } => {
+                write!(f, "Compressed {{ {} at {at} }}", storage.name())
+            }
             Self::Below => f.write_str("Below"),
         }
     }
@@ -293,7 +301,7 @@ impl From<Place> for PlaceKind {
         match place {
             Place::Zero { allocated } => Self::Zero { allocated },
             Place::Data { .. } => Self::Data,
-            Place::Compressed => Self::Compressed,
+            Place::Compressed { .. } => Self::Compressed,
             Place::Below => Self::Below,
         }
     }
@@ -322,7 +330,7 @@ async fn whole<D: Disk + ?Sized>(disk: &D, span: GuestSpan) -> Result<Vec<Merged
 pub(crate) async fn merged<D: Disk + ?Sized, P: From<Place>>(
     top: &D,
     span: GuestSpan,
-    continues: fn(&MergedExtent<P>, &P) -> bool,
+    joins: fn(&mut MergedExtent<P>, &P) -> bool,
 ) -> Result<Vec<MergedExtent<P>>> {
     let mut answer: Vec<MergedExtent<P>> = Vec::new();
     // A stack instead of recursion, because a chain may be long. What comes first on the disk is on top.
@@ -333,7 +341,7 @@ pub(crate) async fn merged<D: Disk + ?Sized, P: From<Place>>(
                 if answer.len() >= EXTENTS_MAX {
                     break;
                 }
-                push(&mut answer, MergedExtent { span, place, depth }, continues);
+                push(&mut answer, MergedExtent { span, place, depth }, joins);
                 continue;
             }
             Step::Ask { disk, span, depth } => (disk, span, depth),
@@ -368,7 +376,7 @@ pub(crate) async fn merged<D: Disk + ?Sized, P: From<Place>>(
 fn push<P>(
     answer: &mut Vec<MergedExtent<P>>,
     next: MergedExtent<P>,
-    continues: fn(&MergedExtent<P>, &P) -> bool,
+    joins: fn(&mut MergedExtent<P>, &P) -> bool,
 ) {
     if next.span.is_empty() {
         return;
@@ -376,7 +384,7 @@ fn push<P>(
     if let Some(last) = answer.last_mut()
         && last.depth == next.depth
         && last.span.end() == next.span.start()
-        && continues(last, &next.place)
+        && joins(last, &next.place)
     {
         last.span = GuestSpan::between(last.span.start(), next.span.end());
         return;

@@ -49,7 +49,7 @@ pub use lending::Lending;
 pub use lock::lock;
 pub use losses::{Losses, Witness};
 pub use memory::{MemoryDisk, MemoryStorage};
-pub use merged::{fill_from_below, map_merged, read_below};
+pub use merged::{fill_from_below, map_merged, map_placed, read_below};
 pub use offload::{Inline, Offload, offload};
 pub use reference::{Scheme, Url, UrlPrefix};
 pub use storage::{Limits, SharedStorage, Storage, StorageRun, Zeroes};

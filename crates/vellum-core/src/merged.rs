@@ -5,8 +5,8 @@
 //! everything reads as zero.
 
 use crate::disk::{Disk, Filled, MergedExtent, Place, SharedDisk, merged};
-use crate::units::{GuestOffset, GuestSpan};
-use crate::{Buffer, Error, Result};
+use crate::units::{GuestOffset, GuestSpan, ImageOffset};
+use crate::{Buffer, Error, Result, SharedStorage};
 
 /// Fills the buffer from the disk below, if there is one; zeros past its end, and where there is none.
 pub async fn read_below(below: Option<&SharedDisk>, at: GuestOffset, mut buffer: Buffer) -> Result<Buffer> {
@@ -43,18 +43,47 @@ pub async fn fill_from_below(disk: &dyn Disk, span: GuestSpan) -> Result<Filled>
 /// early, but is not empty unless the run is.
 ///
 /// The storages that are named are held by the answer, and meanwhile: a caller that need not know them asks for
-/// [`Disk::map_whole`].
+/// [`Disk::map_whole`]. Neighbours that are compressed are one extent, which says where they are only if all of them lie together:
+/// [`map_placed`] says it of each.
 pub async fn map_merged(disk: &SharedDisk, span: GuestSpan) -> Result<Vec<MergedExtent>> {
-    merged(&**disk, span, continues).await
+    let joins = |last: &mut MergedExtent, next: &Place| {
+        let continues = continues(last, next);
+        match (&mut last.place, next) {
+            (Place::Compressed { from }, Place::Compressed { .. }) => {
+                if !continues {
+                    *from = None;
+                }
+                true
+            }
+            _ => continues,
+        }
+    };
+    merged(&**disk, span, joins).await
 }
 
+/// As [`map_merged`], with the place of each run that is compressed.
+///
+/// # Errors
+/// Those of the disks.
+pub async fn map_placed(disk: &SharedDisk, span: GuestSpan) -> Result<Vec<MergedExtent>> {
+    merged(&**disk, span, |last, next| continues(last, next)).await
+}
+
+/// Whether what comes next lies behind what came last.
 fn continues(last: &MergedExtent, next: &Place) -> bool {
+    let follows = |(a, at): (&SharedStorage, ImageOffset), (b, next_at): (&SharedStorage, ImageOffset)| {
+        std::sync::Arc::ptr_eq(a, b) && at.checked_add(last.span.len()) == Some(next_at)
+    };
     match (&last.place, next) {
         (Place::Zero { allocated: a }, Place::Zero { allocated: b }) => a == b,
         (Place::Data { storage: a, at }, Place::Data { storage: b, at: next_at }) => {
-            std::sync::Arc::ptr_eq(a, b) && at.checked_add(last.span.len()) == Some(*next_at)
+            follows((a, *at), (b, *next_at))
         }
-        (Place::Compressed, Place::Compressed) | (Place::Below, Place::Below) => true,
+        (Place::Compressed { from: Some((a, at)) }, Place::Compressed { from: Some((b, next_at)) }) => {
+            follows((a, *at), (b, *next_at))
+        }
+        (Place::Compressed { from: None }, Place::Compressed { from: None })
+        | (Place::Below, Place::Below) => true,
         _ => false,
     }
 }

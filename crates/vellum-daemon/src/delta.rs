@@ -6,7 +6,7 @@
 //!            pass 2: runs that are not yet what they are to be are written ► flush
 //! ```
 //!
-//! 1. Runs that both maps place at the same bytes of the same file are equal without being read. That is most of two snapshots of one
+//! 1. Runs that both maps place at the same bytes of the same file, compressed or not, are equal without being read. That is most of two snapshots of one
 //!    image, or of an image and the one below it. Both are open and locked meanwhile.
 //! 2. Everything else is read and compared, by [`BLOCK`] bytes. So the answer is exact whatever the formats are.
 //! 3. An image that has other bytes in a run than the delta was made of, or will make, is refused before anything is written.
@@ -24,7 +24,7 @@ use futures_util::StreamExt as _;
 use futures_util::stream::FuturesOrdered;
 use vellum_core::{
     BlockSize, Buffer, Context, Error, ErrorKind, GuestOffset, GuestSpan, LocalFuture, Place, Result,
-    SharedDisk, SharedStorage, WriteFlags, ZeroFlags, map_merged, read_below,
+    SharedDisk, SharedStorage, WriteFlags, ZeroFlags, map_placed, read_below,
 };
 use vellum_io::{Draft, unblock, unblock_at};
 use vellum_layer::Chain;
@@ -200,7 +200,7 @@ pub(crate) async fn likely(
     new: &SharedDisk,
     span: GuestSpan,
 ) -> Result<Vec<(GuestSpan, bool)>> {
-    let (before, after) = (map_merged(old, span).await?, map_merged(new, span).await?);
+    let (before, after) = (map_placed(old, span).await?, map_placed(new, span).await?);
     let mut parts: Vec<(GuestSpan, bool)> = Vec::new();
     let (mut i, mut j) = (0, 0);
     while let (Some(one), Some(other)) = (before.get(i), after.get(j)) {
@@ -208,7 +208,8 @@ pub(crate) async fn likely(
         let into = |extent: GuestSpan| part.start().bytes() - extent.start().bytes();
         let is_equal = match (&one.place, &other.place) {
             (Place::Zero { .. } | Place::Below, Place::Zero { .. } | Place::Below) => true,
-            (Place::Data { storage: a, at: p }, Place::Data { storage: b, at: q }) => {
+            (Place::Data { storage: a, at: p }, Place::Data { storage: b, at: q })
+            | (Place::Compressed { from: Some((a, p)) }, Place::Compressed { from: Some((b, q)) }) => {
                 is_one_file(a, b) && *p + into(one.span) == *q + into(other.span)
             }
             _ => false,

@@ -92,7 +92,7 @@ fn at_the_end_of_its_disk(chain: &Chain, extent: MergedExtent) -> impl Iterator<
 
 /// Cuts an extent of the top image where a part of it is lost that only its fast medium had, and where that ends.
 fn cut_at(lost: &[GuestSpan], extent: MergedExtent) -> Vec<(MergedExtent, bool)> {
-    if extent.depth > 0 || !matches!(extent.place, Place::Compressed) || lost.is_empty() {
+    if extent.depth > 0 || !matches!(extent.place, Place::Compressed { .. }) || lost.is_empty() {
         return vec![(extent, false)];
     }
     let (mut parts, mut rest) = (Vec::new(), extent.span);
@@ -157,7 +157,7 @@ fn row(chain: &Chain, extent: MergedExtent, names: &mut Names) -> MapRow {
             let filename = (!chain.member(extent.depth).parts.is_empty()).then(|| file.to_string());
             MapRow { offset: Some(at.bytes()), file: Some(file), filename, ..plain }
         }
-        Place::Compressed => MapRow { compressed: true, ..plain },
+        Place::Compressed { .. } => MapRow { compressed: true, ..plain },
         // What no image of the chain has is not present; zeros that an image recorded are.
         Place::Below => MapRow { present: false, zero: true, data: false, ..plain },
         Place::Zero { .. } => {

@@ -68,7 +68,7 @@ async fn data_bytes(disk: &SharedDisk, sizes: &ImageSizes) -> Result<u64> {
         let rest = GuestSpan::between(GuestOffset::new(at), GuestOffset::new(end));
         for extent in map_merged(disk, rest).await? {
             at = extent.span.end().bytes();
-            if matches!(extent.place, Place::Data { .. } | Place::Compressed) {
+            if matches!(extent.place, Place::Data { .. } | Place::Compressed { .. }) {
                 let first = unit.round_down(extent.span.start().bytes()).max(counted);
                 counted = unit.round_up(at).max(counted);
                 data += counted - first;

@@ -179,7 +179,10 @@ impl Disk for Salvaged {
                     .collect()),
                 Err(error) if is_final(&error) => Err(error),
                 // Data without a place that others could read from.
-                Err(_) => Ok(vec![Extent { span: span.split_at(UNKNOWN).0, place: Place::Compressed }]),
+                Err(_) => Ok(vec![Extent {
+                    span: span.split_at(UNKNOWN).0,
+                    place: Place::Compressed { from: None },
+                }]),
             }
         })
     }

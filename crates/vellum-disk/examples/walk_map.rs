@@ -29,7 +29,9 @@ pub(crate) fn main() -> Result<()> {
                     let name = image.files().nth(*depth).and_then(Path::file_name).unwrap_or_default();
                     println!("{start:4} to {end:4} KiB: in {} at offset {at}", name.display());
                 }
-                Place::Compressed => println!("{start:4} to {end:4} KiB: compressed, at depth {depth}"),
+                Place::Compressed { .. } => {
+                    println!("{start:4} to {end:4} KiB: compressed, at depth {depth}")
+                }
                 Place::Zero { .. } | Place::Below => println!("{start:4} to {end:4} KiB: zeros"),
             }
         }

@@ -274,7 +274,7 @@ impl Disk for FlatDisk {
     }
 
     fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
-        Box::pin(ready(Ok(vec![Extent { span, place: Place::Compressed }])))
+        Box::pin(ready(Ok(vec![Extent { span, place: Place::Compressed { from: None } }])))
     }
 
     fn close(&self) -> LocalFuture<'_, Result<()>> {

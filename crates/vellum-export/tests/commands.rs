@@ -490,7 +490,7 @@ fn status_tells_holes_zeros_and_depth() {
     let k = 1024;
     disk.say(0, 64 * k, Place::Zero { allocated: false });
     disk.say(64 * k, 64 * k, data());
-    disk.say(128 * k, 64 * k, Place::Compressed);
+    disk.say(128 * k, 64 * k, Place::Compressed { from: None });
     disk.say(192 * k, 64 * k, Place::Zero { allocated: true });
     disk.say(256 * k, SIZE - 256 * k, Place::Below);
     let contexts = &["base:allocation", "qemu:allocation-depth"];

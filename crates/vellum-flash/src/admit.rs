@@ -117,7 +117,7 @@ impl Home {
             rest = GuestSpan::between(last.span.end(), rest.end());
             for extent in extents {
                 let is_own = match extent.place {
-                    Place::Data { .. } | Place::Compressed => true,
+                    Place::Data { .. } | Place::Compressed { .. } => true,
                     Place::Zero { .. } | Place::Below => false,
                 };
                 let (start, end) = (extent.span.start().bytes(), extent.span.end().bytes());

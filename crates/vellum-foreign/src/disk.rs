@@ -223,7 +223,7 @@ impl Disk for ReadDisk {
                 let place = match place {
                     Where::Zero { allocated } => Place::Zero { allocated },
                     Where::Below => Place::Below,
-                    Where::Packed { .. } => Place::Compressed,
+                    Where::Packed { .. } => Place::Compressed { from: None },
                     Where::Plain { file, at, is_flat: true } => {
                         let is_whole = self.push_runs(&mut extents, part, file, at).await?;
                         if is_whole {

@@ -74,7 +74,7 @@ fn each_sample_reads_as_its_disk() {
                         let bytes = storage.read(at, Buffer::for_overwrite(wanted.len())).await.unwrap();
                         assert!(bytes.to_vec() == wanted, "{name}: {span:?} at {at}");
                     }
-                    Place::Compressed => {}
+                    Place::Compressed { .. } => {}
                 }
             }
             let past = disk.read(GuestOffset::new(size - 1), Buffer::zeroed(2)).await;
@@ -270,5 +270,7 @@ fn damaged_images_end_in_answers_or_errors() {
 }
 
 fn has_compressed(extents: &Result<Vec<(GuestSpan, Place)>>) -> bool {
-    extents.as_ref().is_ok_and(|extents| extents.iter().any(|(_, place)| matches!(place, Place::Compressed)))
+    extents
+        .as_ref()
+        .is_ok_and(|extents| extents.iter().any(|(_, place)| matches!(place, Place::Compressed { .. })))
 }

@@ -161,7 +161,7 @@ async fn check_all(disk: &SharedDisk, unit: u64, say: &mut dyn FnMut(String)) ->
                         rest = GuestSpan::between(extent.span.end(), rest.end());
                         match extent.place {
                             Place::Data { .. } => allocated += extent.span.len(),
-                            Place::Compressed => compressed += extent.span.len(),
+                            Place::Compressed { .. } => compressed += extent.span.len(),
                             Place::Zero { .. } | Place::Below => {}
                         }
                     }

@@ -24,6 +24,8 @@ mod late;
 mod over_base;
 #[path = "native/over_base_trials.rs"]
 mod over_base_trials;
+#[path = "native/placed.rs"]
+mod placed;
 #[path = "native/ready.rs"]
 mod ready;
 #[path = "native/renamed.rs"]

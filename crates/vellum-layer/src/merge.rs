@@ -94,7 +94,9 @@ impl Merge<'_> {
                     written += match extent.place {
                         Place::Below => self.run(depth + 1, extent.span).await?,
                         Place::Zero { .. } => self.zeros(extent.span).await?,
-                        Place::Data { .. } | Place::Compressed => self.data(layer, extent.span).await?,
+                        Place::Data { .. } | Place::Compressed { .. } => {
+                            self.data(layer, extent.span).await?
+                        }
                     };
                 }
                 let done = extents.last().map_or(rest.end(), |extent| extent.span.end());

@@ -196,7 +196,9 @@ impl View {
                     Place::Data { storage, at } if !is_exchanged && self.is_of(layer, &storage) => {
                         has.push((range, Holder::Storage(layer), at.bytes()));
                     }
-                    Place::Data { .. } | Place::Compressed => has.push((range, Holder::Disk(layer), 0)),
+                    Place::Data { .. } | Place::Compressed { .. } => {
+                        has.push((range, Holder::Disk(layer), 0))
+                    }
                 }
             }
             rest = GuestSpan::between(covered, rest.end().max(covered));

@@ -93,7 +93,7 @@ impl Kept {
         let is_raw = kind == FormatKind::Raw;
         let (how, is_placed) = match &extent.place {
             Place::Data { .. } => (How::Data, !member.head.is_encrypted()),
-            Place::Compressed => (How::Packed, false),
+            Place::Compressed { .. } => (How::Packed, false),
             Place::Below => (How::Nowhere, false),
             Place::Zero { allocated: false } if kind == FormatKind::Foreign(ForeignKind::Vmdk) => {
                 (How::Hole, true)

@@ -11,8 +11,10 @@
 //!    client asks for contexts. To that client the name means that snapshot, also when another one gets it.
 //! 2. An answer is what is marked at that moment. While guests write it is out of date at once, and never says less than was
 //!    marked before.
-//! 3. What a snapshot has is never overwritten. So what is not marked reads as it does in the snapshot, without being read. What is marked was
-//!    written since, in units of the image, or moved, and may read the same.
+//! 3. What a snapshot has is never overwritten, compressed and packed blocks either. So what is not marked reads as it does in the snapshot,
+//!    without being read. What is marked was written since, or was moved, and may read the same: the first write to a unit or cluster that a
+//!    snapshot has copies it, and nothing but the bytes says which of its blocks are copies. Those that either still reads from the base are not
+//!    marked.
 //! 4. A snapshot is open while there are answers about it, once for all of them, and the image stays open meanwhile. Between two
 //!    answers it may be deleted: then there are no more of them.
 //! 5. With a flash cache nothing is offered: writes that only the cache has are marked when they go home.

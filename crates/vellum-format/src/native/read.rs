@@ -182,10 +182,12 @@ impl Native {
                 Origin::Host(host) => self.map_host(span, host, &mut extents).await?,
                 Origin::NoUnit => extents.push(Extent { span, place: self.nothing() }),
                 Origin::Zero => extents.push(Extent { span, place: Place::Zero { allocated: false } }),
-                // It is read through the disk alone.
-                Origin::Embedded(_) | Origin::Moved => {
-                    extents.push(Extent { span, place: Place::Compressed });
+                // Both are read through the disk alone. A packed block is never overwritten.
+                Origin::Embedded(block) => {
+                    let from = Some((self.plain()?.clone(), block + SUB_BLOCK.within(span.start())));
+                    extents.push(Extent { span, place: Place::Compressed { from } });
                 }
+                Origin::Moved => extents.push(Extent { span, place: Place::Compressed { from: None } }),
                 Origin::Below => self.map_base(span, &mut extents),
                 Origin::Broken => return Err(self.broken(span.start())),
             }

@@ -46,7 +46,10 @@ impl Qcow2 {
                 Origin::Zero { allocated } => Place::Zero { allocated },
                 Origin::Host(at) => Place::Data { storage: self.plain_at(at, span.start()), at },
                 Origin::Below => Place::Below,
-                Origin::Compressed { .. } => Place::Compressed,
+                // What is compressed is written once: another content has another place.
+                Origin::Compressed { packed, skip } => Place::Compressed {
+                    from: packed.start().checked_add(skip).map(|at| (self.plain.clone(), at)),
+                },
             };
             Extent { span, place }
         });

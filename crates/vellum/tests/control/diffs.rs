@@ -21,8 +21,7 @@ const KINDS: [(&str, &str, bool, usize); 8] = [
     ("qcow2", "journal=on,extended_l2=on", true, 64 << 10),
     ("qcow2", "journal=on,encrypt.format=luks,encrypt.key-secret=key,encrypt.iter-time=10", false, 64 << 10),
     ("vellum", "layout=table,unit_size=256k", false, 256 << 10),
-    // What holds its own entry is told in another place when that entry is recorded, whoever writes.
-    ("vellum", "layout=zoned", true, SIZE),
+    ("vellum", "layout=zoned", true, 64 << 10),
     (
         "vellum",
         "layout=zoned,encrypt.format=luks,encrypt.key-secret=key,encrypt.iter-time=10",
@@ -201,6 +200,55 @@ fn clients_are_told_what_differs_from_a_snapshot() {
         }
         served.server.stop();
     }
+}
+
+/// A block that is packed is told when it was written since, or its unit was copied because another block of it was; what is still
+/// read from the base is not told then.
+#[test]
+fn what_is_packed_is_told_only_where_its_unit_was_written() {
+    requires!("nbdinfo");
+    const UNIT: usize = 64 << 10;
+    let mut subject = Subject::new(("vellum", "layout=zoned", true, UNIT));
+    let served = subject.serve(&["--export-snapshots"]);
+    let mut guest = served.client("");
+    let mut put = |unit: usize, block: usize, byte: u8| {
+        let at = unit * UNIT + block * BLOCK;
+        guest.write(at as u64, &[byte; BLOCK], 0).expect("a write");
+        guest.flush().expect("a flush");
+        at..at + BLOCK
+    };
+    // The first one opens a zone, behind the base.
+    subject.model[put(100, 0, 1)].fill(1);
+    for unit in 2..12 {
+        subject.model[put(unit, unit % 16, 2)].fill(2);
+    }
+    vellum(&["snapshot", "create", "--control", &served.socket, "monday"]).answer();
+    let told = || {
+        let marked = asked(&served, "monday").into_iter().enumerate();
+        marked.filter(|(_, is_marked)| *is_marked).map(|(block, _)| block).collect::<Vec<_>>()
+    };
+    assert_eq!(told(), [0; 0], "nothing was written");
+    for unit in 20..24 {
+        put(unit, unit % 16, 3);
+    }
+    put(5, 9, 3); // its block 5 is packed
+    assert_eq!(told(), [5 * 16 + 5, 5 * 16 + 9, 20 * 16 + 4, 21 * 16 + 5, 22 * 16 + 6, 23 * 16 + 7]);
+    vellum(&["snapshot", "create", "--control", &served.socket, "tuesday"]).answer();
+    put(7, 7, 4); // its packed block
+    let differs = |export: &str, snapshot: &str| {
+        let map = format!("--map=vellum:diff:{snapshot}");
+        let marked = marked(&run("nbdinfo", &["--json", &map, &served.server.uri(export)]).json());
+        marked.iter().filter(|is_marked| **is_marked).count()
+    };
+    assert_eq!((differs("", "tuesday"), differs("@tuesday", "monday"), differs("", "monday")), (1, 6, 7));
+    let mut reader = served.client("@monday");
+    assert!(reader.read_all().expect("it is read") == subject.model, "the snapshot reads as it did");
+    reader.disconnect();
+    guest.disconnect();
+    served.server.stop();
+    let map = vellum(&["map", "-f", "vellum", "--output", "json", &subject.image]).json();
+    let packed = map.as_array().expect("rows").iter().filter(|row| row["compressed"] == true).count();
+    assert!(packed > 10, "too few were packed for this to be a test: {packed}");
 }
 
 /// A client that was told of a snapshot which is gone gets an error, and goes on; of a disk that has grown, what is added is marked where it

@@ -41,12 +41,39 @@ pub(super) fn check(path: &str, text: &str) -> Vec<Complaint> {
             complaint(index + 1, "`unsafe` has no place here (xtask/src/tidy/code.rs says where it has)")
         }));
     }
+    complaints.extend(text.lines().enumerate().filter(|(_, line)| has_run_of_spaces(line)).map(
+        |(index, _)| {
+            complaint(
+                index + 1,
+                "a message with a run of spaces: a line of it that goes on ends with a backslash",
+            )
+        },
+    ));
     let is_root = path.ends_with("src/lib.rs") || path.ends_with("src/main.rs");
     let may = CRATES_WITH_UNSAFE.iter().any(|name| path.starts_with(&format!("crates/{name}/")));
     if is_root && !may && !path.starts_with("fuzz/") && !text.contains("#![forbid(unsafe_code)]") {
         complaints.push(complaint(0, "a crate without `unsafe` says so: `#![forbid(unsafe_code)]`"));
     }
     complaints
+}
+
+/// Whether lines of a message were joined with the spaces that began them. Columns of a table have fewer, or capitals or fields.
+fn has_run_of_spaces(line: &str) -> bool {
+    const RUN: &str = "         ";
+    let ends_a_word =
+        |before: &str| before.ends_with(|last: char| last.is_ascii_lowercase() || ",.;:".contains(last));
+    let goes_on = |after: &str| {
+        after
+            .trim_start_matches(' ')
+            .starts_with(|first: char| first.is_ascii_lowercase() || "`(".contains(first))
+    };
+    let is_text = |before: &str| {
+        before.contains('"') && !before.trim_start().starts_with("//") && !before.ends_with("\\n")
+    };
+    line.match_indices(RUN).any(|(at, run)| {
+        let (before, after) = (&line[..at], &line[at + run.len()..]);
+        is_text(before) && ends_a_word(before) && goes_on(after)
+    })
 }
 
 /// Whether there is unsafe code in a line, not just the word in a comment or in the name of a lint.
@@ -92,6 +119,23 @@ mod tests {
         assert_eq!(whats("crates/vellum-io/src/a.rs", &text), [0; 0]);
         assert_eq!(whats("crates/vellum/src/lib.rs", "//! Story.\n"), [0]);
         assert_eq!(whats("crates/vellum-io/src/lib.rs", "//! Story.\n"), [0; 0]);
+    }
+
+    #[test]
+    fn a_message_has_no_runs_of_spaces() {
+        let run = " ".repeat(9);
+        for text in [format!("    \"it is full, and{run}stays so\""), format!("f(\"first:{run}`cmd`\")")] {
+            assert_eq!(whats("a.rs", &format!("//! Story.\n{text}\n")), [2], "{text}");
+        }
+        for text in [
+            format!("    let x = 1;{run}// said"),
+            format!("    \"idle{run}{{}} %\""),
+            format!("    // \"said{run}so\""),
+            format!("    \"NAME{run}STATE\""),
+            "    \"a   b\"".to_owned(),
+        ] {
+            assert_eq!(whats("a.rs", &format!("//! Story.\n{text}\n")), [0; 0], "{text}");
+        }
     }
 
     #[test]

@@ -149,7 +149,9 @@ impl Served {
             let (blocks, cache) = (flash.dirty_blocks(), cache.path().display());
             if blocks > 0 {
                 return error.context(format!(
-                    "{path}: the image is behind, and nothing is lost: the flash cache {cache} keeps {blocks} blocks that                      the image lacks. Serve it with this cache again when the image can be written, or complete it with                      `vellum flash recover --full {cache} {path}`"
+                    "{path}: the image is behind, and nothing is lost: the flash cache {cache} keeps {blocks} blocks that \
+                     the image lacks. Serve it with this cache again when the image can be written, or complete it with \
+                     `vellum flash recover --full {cache} {path}`"
                 ));
             }
         }

@@ -274,15 +274,18 @@ class Cache:
             items = read_items(data[64:], count, self.slots)
         except (ValueError, struct.error, IndexError) as error:
             raise Wrong(f"record {sequence} at {self.ring_at + at}: {error} is not good") from error
-        return sequence, tail, items
+        return sequence, tail, items, length
 
     def read_ring(self):
         ring = self.read(self.ring_at, self.ring_len)
-        self.records = {}
+        self.records, end = {}, 0
         for at in range(0, self.ring_len, BLOCK):
             found = self.record_at(ring, at)
             if found:
-                sequence, tail, items = found
+                sequence, tail, items, length = found
+                if at < end:
+                    raise Wrong(f"record {sequence} overlaps the one before it")
+                end = at + length
                 if sequence in self.records:
                     raise Wrong(f"there are two records {sequence}")
                 self.records[sequence] = (tail, items)

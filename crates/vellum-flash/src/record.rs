@@ -423,13 +423,31 @@ impl Record {
     /// cache, or not whole. Its items may still be none ([`Record::decode`]).
     pub(crate) fn glance(bytes: &[u8], id: u128) -> Option<Glance> {
         let len = Self::claimed_len(bytes, id, bytes.len() as u64)?;
-        let bytes = &bytes[..len];
+        Self::header(bytes, len).filter(|_| has_good_crc(&bytes[..len], at::CRC))
+    }
+
+    /// As above, of a record of at most `most` bytes. `sum` is given its first block, where the CRC is zero, and its length, and says
+    /// the CRC of all.
+    pub(crate) fn glance_summed(
+        bytes: &[u8],
+        id: u128,
+        most: u64,
+        sum: impl FnOnce(&[u8], usize) -> u32,
+    ) -> Option<Glance> {
+        let len = Self::claimed_len(bytes, id, most.min(bytes.len() as u64))?;
+        let glance = Self::header(bytes, len)?;
+        let mut head = bytes[..BLOCK_LEN].to_vec();
+        put32(&mut head, at::CRC, 0);
+        (sum(&head, len) == be32(bytes, at::CRC)).then_some(glance)
+    }
+
+    /// What the header says, if that is possible.
+    fn header(bytes: &[u8], len: usize) -> Option<Glance> {
         let (sequence, durable, tail) =
             (be64(bytes, at::SEQUENCE), be64(bytes, at::DURABLE), be64(bytes, at::TAIL));
         let is_good = (1..SEQUENCE_MAX).contains(&sequence)
             && durable == sequence - 1
-            && (1..=sequence).contains(&tail)
-            && has_good_crc(bytes, at::CRC);
+            && (1..=sequence).contains(&tail);
         is_good.then_some(Glance { sequence, tail, len })
     }
 

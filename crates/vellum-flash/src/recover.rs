@@ -19,6 +19,7 @@ mod ahead;
 mod changes;
 mod fit;
 mod places;
+mod ring;
 mod rules;
 mod sieve;
 
@@ -33,7 +34,7 @@ use crate::layout::{
 };
 use crate::map::{Entry, Head, Map, heads_of};
 use crate::opened::Opened;
-use crate::record::{Glance, Item, Record};
+use crate::record::{Item, Record};
 use crate::regions::Word;
 use crate::slice::{Ledger, PAIRS_MAX, Slice};
 use crate::slices::Slices;
@@ -161,18 +162,10 @@ async fn records(storage: &SharedStorage, superblock: &Superblock) -> Result<Rec
     pieces.end().await;
     result?;
     let most = superblock.layout.record_bytes_max();
-    let mut places = BTreeMap::new();
-    let mut at = 0;
-    while at < bytes.len() {
-        let claimed = Record::claimed_len(&bytes[at..], superblock.id, most);
-        let found = claimed.and_then(|_| Record::glance(&bytes[at..], superblock.id));
-        if let Some(Glance { sequence, tail, len }) = found {
-            places.insert(sequence, (at, len, tail));
-        }
-        // Old records may lie anywhere within the place of a newer one.
-        at += BLOCK_LEN;
+    match ring::find(&bytes, superblock.id, most) {
+        Some(found) => Ok(Records { bytes, places: found.places }),
+        None => Err(refused(storage, "records overlap")),
     }
-    Ok(Records { bytes, places })
 }
 
 /// A slice that counts, as it is on flash.

@@ -238,8 +238,8 @@ async fn slice(
 
 fn refused(storage: &SharedStorage, what: &str) -> Error {
     Error::corrupt(format!(
-        "{}: {what}: the flash cache has lost what it had made durable. `vellum flash check` says more; images that lack \
-         writes can be given up to what they have with `vellum flash forget`",
+        "{}: {what}: the flash cache has lost what it had made durable. Images that lack writes can be given up to what they have with \
+         `vellum flash forget`",
         storage.name()
     ))
 }

@@ -220,13 +220,24 @@ async fn complete_one(
     image: &Path,
     options: &ImageOptions,
 ) -> Result<u64> {
-    let flash =
-        FlashChoice { cache: cache.clone(), policy: Some(FlashPolicy::WriteBack), boot: super::boot() };
+    let policy = Some(policy_to_complete(image, options).await?);
+    let flash = FlashChoice { cache: cache.clone(), policy, boot: super::boot() };
     let chain = open_image(image, &ImageOptions { flash: Some(flash), ..options.clone() }).await?;
     let dirty = chain.flash().map_or(0, |flash| flash.dirty_blocks());
     let drained = chain.drain().await;
     let closed = chain.close().await;
     drained.and(closed).map(|()| dirty * 4096)
+}
+
+/// What an image is opened with to be completed. One that has no place for a session, and one that is encrypted, never lacks writes.
+async fn policy_to_complete(image: &Path, options: &ImageOptions) -> Result<FlashPolicy> {
+    let (storage, kind) = open_file(image, options).await?;
+    let head = kind.format().read(&*storage).await?;
+    Ok(match (head.is_encrypted(), head.has_place_for_session()) {
+        (true, _) => FlashPolicy::Off,
+        (false, Err(_)) => FlashPolicy::ReadOnly,
+        (false, Ok(())) => FlashPolicy::WriteBack,
+    })
 }
 
 /// Gives up what a cache has of an image: the image is its disk from now on, although it may be behind. Returns the

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use super::support::client::Client;
 use super::support::dir::Dir;
 use super::support::noise;
-use super::support::program::vellum;
+use super::support::program::{until_let_go, vellum};
 use super::support::server::Server;
 use super::{KINDS, alone, info, is_not_served, is_refused, made_cache, same};
 
@@ -118,6 +118,48 @@ fn one_program_at_a_time_has_a_cache() {
     is_not_served(&[&other, "--flash", &cache], &["cache", "in use"]);
     server.stop();
     assert!(vellum(&["flash", "check", &cache]).answer().contains("no errors"));
+}
+
+/// Images that no cache can hold writes of are complete, whatever served them.
+#[test]
+fn an_image_that_was_never_behind_is_complete() {
+    let dir = Dir::new("flash-complete");
+    let cache = made_cache(&dir, "16M");
+    let old = dir.text("old.qcow2");
+    vellum(&["create", "-q", "-f", "qcow2", "-o", "compat=0.10", &old, "4M"]).answer();
+    let (key, secret) = (dir.text("key"), format!("id=key,file={}", dir.text("key")));
+    std::fs::write(&key, "secret").expect("a file");
+    let encrypted = dir.text("encrypted.qcow2");
+    let options = "encrypt.format=luks,encrypt.key-secret=key,encrypt.iter-time=10";
+    vellum(&["create", "-q", "-f", "qcow2", "-o", options, "--secret", &secret, &encrypted, "4M"]).answer();
+    let server = Server::start(&[&old, "--flash", &cache]);
+    let mut client = Client::connect(&server.peer(), "").expect("it is served");
+    client.write(0, &noise(1 << 20, 4), 0).expect("written");
+    drop(client);
+    server.kill();
+    until_let_go(&old);
+    let recover = ["flash", "recover", "--full", "--secret", &secret, "--output", "json", &cache];
+    let done = vellum(&[&recover[..], &[&old, &encrypted]].concat()).json();
+    let images = done["images"].as_array().expect("images");
+    assert_eq!(images.len(), 2, "{done}");
+    assert!(images.iter().all(|image| image["bytes-written-home"] == 0), "{done}");
+}
+
+/// What a check says of a damaged cache does not send its reader to the check.
+#[test]
+fn a_check_of_a_damaged_cache_says_what_is_wrong() {
+    let dir = Dir::new("flash-damaged");
+    let cache = made_cache(&dir, "16M");
+    let file = OpenOptions::new().write(true).open(&cache).expect("the cache");
+    // Both places of the first slice.
+    file.write_all_at(&vec![0x5A; 2 * 90_112], 8192).expect("it is written");
+    let checked = vellum(&["flash", "check", &cache]);
+    let said = format!("{}{}", checked.out, checked.err);
+    assert_eq!(checked.code, 2, "{checked:?}");
+    assert!(
+        said.contains("slice 0") && said.contains("flash forget") && !said.contains("flash check"),
+        "{said}"
+    );
 }
 
 /// Larger and smaller, with what only the cache has; and what has no room.

@@ -137,6 +137,12 @@ pub struct MovedUnits {
     pub not_stored: u64,
     /// Units that were written meanwhile.
     pub written: u64,
+    /// What could not be read, on the fast medium or in the image, and is as it was: how many bytes.
+    pub left_bytes: u64,
+    /// Offset and length of the first of its parts.
+    pub left: Vec<(u64, u64)>,
+    /// Why the first of it could not be read.
+    pub why: Option<String>,
 }
 
 impl MovedUnits {
@@ -145,8 +151,9 @@ impl MovedUnits {
     }
 
     fn of(unit_size: u64, done: Moved) -> Self {
-        let Moved { units, there, not_copied, not_stored, written } = done;
-        Self { unit_size, moved: units, there, not_copied, not_stored, written }
+        let Moved { units, there, not_copied, not_stored, written, left, why } = done;
+        let (left_bytes, left, why) = listed(left, why);
+        Self { unit_size, moved: units, there, not_copied, not_stored, written, left_bytes, left, why }
     }
 }
 
@@ -167,13 +174,16 @@ pub struct DemotedUnits {
 impl From<Demoted> for DemotedUnits {
     fn from(done: Demoted) -> Self {
         let Demoted { units, left, why } = done;
-        Self {
-            demoted: units,
-            left_bytes: left.iter().map(|span| span.len()).sum(),
-            left: left.iter().take(LISTED_MAX).map(|span| (span.start().bytes(), span.len())).collect(),
-            why: why.map(|error| error.chain()),
-        }
+        let (left_bytes, left, why) = listed(left, why);
+        Self { demoted: units, left_bytes, left, why }
     }
+}
+
+/// How many bytes are left, the first of their parts, and why the first one is.
+fn listed(left: Vec<GuestSpan>, why: Option<Error>) -> (u64, Vec<(u64, u64)>, Option<String>) {
+    let bytes = left.iter().map(|span| span.len()).sum();
+    let parts = left.iter().take(LISTED_MAX).map(|span| (span.start().bytes(), span.len()));
+    (bytes, parts.collect(), why.map(|error| error.chain()))
 }
 
 fn context(path: &Path) -> impl Fn() -> String + '_ {

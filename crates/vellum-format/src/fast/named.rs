@@ -57,7 +57,7 @@ pub struct Promoted {
 }
 
 /// What became of the units of a move.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default)]
 pub struct Moved {
     /// Only the fast medium has them now.
     pub units: u64,
@@ -69,6 +69,10 @@ pub struct Moved {
     pub not_stored: u64,
     /// They were written meanwhile.
     pub written: u64,
+    /// Those that could not be read, on the fast medium or in the image: nothing about them has changed. Neighbours are one span.
+    pub left: Vec<GuestSpan>,
+    /// Why the first of these could not be read.
+    pub why: Option<Error>,
 }
 
 /// What became of units that were taken back.

@@ -214,9 +214,9 @@ impl Native {
         Ok(filled)
     }
 
-    /// Frees the space of units that are copied.
+    /// Frees the space of units that are copied. What cannot be read stays as it is, and is told; the rest goes on.
     pub(super) async fn move_units(&self, tier: &Tier, ranges: &[GuestSpan]) -> Result<Moved> {
-        let mut done = Moved::default();
+        let (mut done, mut left) = (Moved::default(), Vec::new());
         if self.engine.geometry.read_only {
             return Err(Error::new(ErrorKind::ReadOnly, format!("{} is open read-only", self.engine.name)));
         }
@@ -246,7 +246,10 @@ impl Native {
                             // No promotion is under way. Guests read the image again.
                             drop(self.end_copies(tier, unit..unit + 1).await?);
                         }
-                        moved?;
+                        if let Some(error) = moved? {
+                            left.push(unit);
+                            done.why.get_or_insert(error);
+                        }
                         self.engine.state.check_open()?;
                     }
                 }
@@ -255,6 +258,7 @@ impl Native {
         if done.units > 0 {
             self.commit().await?; // commit point: the entries are durable, and the units behind them are free
         }
+        done.left = self.spans_of_units(left);
         Ok(done)
     }
 
@@ -296,7 +300,8 @@ impl Native {
         Ok(())
     }
 
-    async fn move_unit(&self, tier: &Tier, unit: u64, done: &mut Moved) -> Result<()> {
+    /// The error of a unit that cannot be read is no error of this: nothing has changed then, and others can be moved.
+    async fn move_unit(&self, tier: &Tier, unit: u64, done: &mut Moved) -> Result<Option<Error>> {
         self.begin_journal().await?;
         // What copies the stored unit elsewhere changes its entry as well.
         let held = self.engine.claims.claim(GuestCluster::new(unit), u32::MAX).await;
@@ -305,28 +310,36 @@ impl Native {
         moved
     }
 
-    async fn move_claimed(&self, tier: &Tier, unit: u64, done: &mut Moved) -> Result<()> {
+    async fn move_claimed(&self, tier: &Tier, unit: u64, done: &mut Moved) -> Result<Option<Error>> {
         let entry = self.places.entry(unit);
         let span = self.span_of_unit(unit);
         let stored = self.find(|| self.entry(unit)).await?;
         if stored == 0 || !self.find(|| self.subs_to_publish(span)).await?.is_empty() {
             done.not_stored += 1;
-            return Ok(());
+            return Ok(None);
         }
         let copied = |state: &State| {
             state.copied.get(&unit).filter(|copied| !copied.is_moved).map(|copied| copied.slots.clone())
         };
         let Some(slots) = copied(&lock(&tier.state)) else {
             done.written += 1;
-            return Ok(());
+            return Ok(None);
         };
-        let is_same = {
+        let both = {
             let _inside = tier.epochs.enter();
             let len = usize::try_from(span.len()).expect("a unit");
-            let copy = tier.row.read(&slots, 0, Buffer::for_overwrite(len)).await?;
-            let bytes = self.read_span(span, Buffer::for_overwrite(len)).await?;
-            copy.to_vec() == bytes.to_vec()
+            self.both_of(tier, &slots, span, len).await
         };
+        let (copy, bytes) = match both {
+            Ok(both) => both,
+            Err(error) => {
+                let at = span.start().bytes();
+                return Ok(Some(
+                    error.context(format!("{}: the disk at {at:#x} cannot be moved", self.engine.name)),
+                ));
+            }
+        };
+        let is_same = copy.to_vec() == bytes.to_vec();
         let gate = self.enter_changing(WORDS * WORD_COST, || vec![entry.word]).await?;
         let is_moved = tier.with(|state| {
             let Some(now) = copied(state).filter(|now| Arc::ptr_eq(now, &slots)) else { return Ok(false) };
@@ -348,7 +361,19 @@ impl Native {
             true => done.units += 1,
             false => done.written += 1,
         }
-        Ok(())
+        Ok(None)
+    }
+
+    /// What the fast medium has of a unit, and what the image has.
+    async fn both_of(
+        &self,
+        tier: &Tier,
+        slots: &[u32],
+        span: GuestSpan,
+        len: usize,
+    ) -> Result<(Buffer, Buffer)> {
+        let copy = tier.row.read(slots, 0, Buffer::for_overwrite(len)).await?;
+        Ok((copy, self.read_span(span, Buffer::for_overwrite(len)).await?))
     }
 
     /// Copies a unit back, if only the fast medium has it, and clears its bit, in the open transaction. The error of a unit that

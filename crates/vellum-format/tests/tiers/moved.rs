@@ -332,8 +332,50 @@ pub(crate) fn what_the_medium_fails_is_an_error_and_nothing_else() -> Trial {
     })
 }
 
+/// A unit that cannot be read, on the medium or in the image, stays as it is; those before and behind it are moved, durably.
+pub(crate) fn what_cannot_be_read_is_left_and_the_rest_is_moved() -> Trial {
+    for fails_in_image in [false, true] {
+        let both = Both::new();
+        both.world.run(async {
+            let disk = both.open(1).await?;
+            for unit in 0..4 {
+                put(&disk, unit, 1).await?;
+                promote(&disk, unit).await?;
+            }
+            let map = disk.map(unit_span(1)).await.map_err(chain)?;
+            let [vellum_core::Extent { place: vellum_core::Place::Data { at, .. }, .. }] = &map[..] else {
+                return Err(format!("{map:?}"));
+            };
+            let (faults, at) = match fails_in_image {
+                true => (both.image.faults(), *at),
+                false => (both.fast.faults(), ImageOffset::new((576 << 10) + UNIT)), // slot 1
+            };
+            faults.add(Fault { within: Some(at.span(UNIT)), ..Fault::nth(Operation::Read, 0) });
+            let done = disk.move_away(&[GuestOffset::ZERO.span(3 * UNIT)]).await.map_err(chain)?;
+            ensure(done.units == 2 && done.left == [unit_span(1)], format!("{done:?}"))?;
+            ensure(done.why.as_ref().is_some_and(|why| why.kind() == ErrorKind::Io), format!("{done:?}"))?;
+            ensure(disk.facts().moved == 2, "two are moved")?;
+            // As if power were cut now.
+            let (image, fast) = (both.copy_of(&both.image), both.copy_of(&both.fast));
+            let cut = open_with(&both, &image, Some(&fast), false).await.map_err(chain)?;
+            ensure(cut.facts().moved == 2, "two are moved durably")?;
+            for unit in 0..4 {
+                reads(&cut, unit, 1, "after a cut").await?;
+            }
+            drop(cut);
+            let again = move_away(&disk, 1).await?;
+            ensure(again.units == 1 && again.left.is_empty(), "it can be read again")?;
+            disk.close().await.map_err(chain)?;
+            drop(disk);
+            is_sound(&both.image).await
+        })?;
+    }
+    Ok(())
+}
+
 #[test]
 fn moved_units() {
+    what_cannot_be_read_is_left_and_the_rest_is_moved().unwrap();
     what_is_moved_is_read_written_and_brought_back().unwrap();
     snapshots_and_moved_units_exclude_each_other().unwrap();
     what_the_medium_fails_is_an_error_and_nothing_else().unwrap();

@@ -13,7 +13,9 @@ use vellum_daemon::tier::{self, FastFor, Ranges, facts_json};
 use vellum_daemon::{ImageOptions, IoMode, run as run_worker};
 
 use super::Outcome;
-use super::tier_disk::{OfDisk, WithFast, code_for_left, in_use, options_of, say_moved, say_units};
+use super::tier_disk::{
+    OfDisk, WithFast, code_for_left, code_for_moved, in_use, options_of, say_moved, say_units,
+};
 use super::tier_files::{self, PinArgs, UnpinArgs};
 use crate::args::{AllowArgs, OutputFormat, parse_size};
 use crate::output::{human_bytes, printable, say, say_json, table};
@@ -492,7 +494,7 @@ fn move_units(args: &MoveArgs) -> Outcome {
     if !args.with.says_json(&answer) {
         say_moved(&answer);
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(code_for_moved(&answer))
 }
 
 fn take_back(range: &[(u64, u64)], with: &WithFast) -> Outcome {

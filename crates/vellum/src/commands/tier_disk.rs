@@ -79,16 +79,31 @@ pub(super) fn options_of(allow: &AllowArgs) -> ImageOptions {
     }
 }
 
+/// Complains of what could not be moved, and says how the command ends.
+pub(super) fn code_for_moved(answer: &Value) -> ExitCode {
+    code_for(
+        answer,
+        "could not be read, and are in the image as before",
+        "nothing about them has changed, and the rest was moved: look whether the medium or the image fails, and move again",
+    )
+}
+
 /// Complains of what could not be taken back, and says how the command ends.
 pub(super) fn code_for_left(answer: &Value) -> ExitCode {
+    code_for(
+        answer,
+        "are on the fast medium alone still, which does not give them",
+        "what can be read of the disk is copied by `vellum convert --salvage --fast PATH`",
+    )
+}
+
+fn code_for(answer: &Value, what: &str, remedy: &str) -> ExitCode {
     let bytes = answer["left-bytes"].as_u64().unwrap_or_default();
     if bytes == 0 {
         return ExitCode::SUCCESS;
     }
     let why = answer["why"].as_str().map(|why| format!(" ({why})")).unwrap_or_default();
-    complain(&format!(
-        "vellum tier: {bytes} bytes of the disk are on the fast medium alone still, which does not give them{why}:"
-    ));
+    complain(&format!("vellum tier: {bytes} bytes of the disk {what}{why}:"));
     let parts = answer["left"].as_array().map(Vec::as_slice).unwrap_or_default();
     let number = |part: &Value, at: usize| part[at].as_u64().unwrap_or_default();
     for part in parts {
@@ -97,7 +112,7 @@ pub(super) fn code_for_left(answer: &Value) -> ExitCode {
     if parts.iter().map(|part| number(part, 1)).sum::<u64>() < bytes {
         complain("  and more");
     }
-    complain("what can be read of the disk is copied by `vellum convert --salvage --fast PATH`");
+    complain(remedy);
     ExitCode::FAILURE
 }
 

@@ -8,7 +8,7 @@ use vellum_daemon::pins::{self, FileTimes, Pin, PinChange};
 use vellum_daemon::{IoMode, run as run_worker};
 
 use super::Outcome;
-use super::tier_disk::{WithFast, code_for_left, in_use, say_moved, say_units};
+use super::tier_disk::{WithFast, code_for_left, code_for_moved, in_use, say_moved, say_units};
 use crate::output::{human_bytes, say};
 
 /// Keep files of the guest on the fast medium
@@ -121,7 +121,7 @@ pub(super) fn move_files(paths: &[String], partition: Option<u32>, with: &WithFa
         say_count(&answer);
         say_moved(&answer);
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(code_for_moved(&answer))
 }
 
 fn say_count(answer: &Value) {

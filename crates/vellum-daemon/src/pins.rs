@@ -396,7 +396,7 @@ async fn volume_of(disk: &dyn Disk, volumes: &[Volume], pin: &Pin) -> Result<Opt
         };
         return Err(Error::unsupported(format!(
             "{where_to} no file system that is read here (ext2, ext3, ext4 or XFS, not on LVM and not encrypted): \
-             use `vellum tier promote --range`"
+             name parts of the disk instead (`vellum tier promote --range`, `vellum tier move --range`)"
         )));
     }
     let (mut having, mut unread) = (Vec::new(), None);

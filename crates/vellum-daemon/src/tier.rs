@@ -26,6 +26,7 @@ use crate::flash::random_bytes;
 use crate::image::{ImageOptions, open_file, open_image};
 use crate::occupied::holds_something;
 
+const ONLY_NATIVE: &str = "only images of the format vellum can have a fast medium. With others, put the backing image on fast storage";
 /// Parts of a disk that are listed, at most.
 pub(crate) const LISTED_MAX: usize = 1000;
 
@@ -245,8 +246,8 @@ pub async fn medium_to_read(path: Option<&Path>, salvages: bool) -> Result<Optio
     }
 }
 
-/// Opens a fast medium, which is made if there is none yet. Whether it was.
-async fn open_or_make(fast: &FastFor) -> Result<(Arc<FastMedium>, bool)> {
+/// Opens a fast medium, which is made if there is none yet, unless something is against that. Whether it was.
+async fn open_or_make(fast: &FastFor, against: Option<Error>) -> Result<(Arc<FastMedium>, bool)> {
     let path = &fast.path;
     let is_new = !path.exists();
     let storage: SharedStorage = match is_new {
@@ -254,12 +255,18 @@ async fn open_or_make(fast: &FastFor) -> Result<(Arc<FastMedium>, bool)> {
             let why = format!("{} does not exist: give its size to make it (--fast-size)", path.display());
             return Err(Error::new(ErrorKind::NotFound, why));
         }
-        true => File::create_new(path, OpenOptions::writing()).await?,
+        true => match &against {
+            Some(error) => return Err(error.clone()),
+            None => File::create_new(path, OpenOptions::writing()).await?,
+        },
         false => open_storage(path).await?,
     };
     if !is_new && holds_something(&storage).await? {
         // What is there is either a fast medium, or not to be lost.
         return Ok((open_on(storage).await.context(context(path))?, false));
+    }
+    if let Some(error) = against.filter(|_| !is_new) {
+        return Err(error);
     }
     let made = async {
         let bytes = fast.size.unwrap_or(storage.len());
@@ -285,25 +292,26 @@ pub async fn attach(image: &Path, fast: &FastFor, options: &ImageOptions) -> Res
     let (storage, kind) = open_file(image, options).await?;
     let head = kind.format().read(&*storage).await?;
     let Some(uuid) = head.uuid() else {
-        let why = "only images of the format vellum can have a fast medium. With others, put the backing image on fast \
-                   storage";
-        return Err(Error::unsupported(format!("{}: {why}", image.display())));
+        return Err(Error::unsupported(format!("{}: {ONLY_NATIVE}", image.display())));
     };
     if head.is_encrypted() {
         let why = "the image is encrypted, and the fast medium would have copies of its data as they are: keep the image \
                    itself on fast storage, or copy it into one that is not encrypted (`vellum convert`)";
         return Err(Error::unsupported(format!("{}: {why}", image.display())));
     }
-    let (medium, is_new) = open_or_make(fast).await?;
+    let attached_elsewhere = |other: NamedFast| {
+        let why = format!(
+            "{} is attached to another fast medium, last seen at {}: `vellum tier detach` it first",
+            image.display(),
+            other.name
+        );
+        Error::new(ErrorKind::Refused, why)
+    };
+    // No new medium is the one that it names.
+    let is_file = !fast.path.exists();
+    let (medium, is_new) = open_or_make(fast, head.fast().map(attached_elsewhere)).await?;
     if let Some(other) = head.fast().filter(|named| named.id != medium.id()) {
-        return Err(Error::new(
-            ErrorKind::Refused,
-            format!(
-                "{} is attached to another fast medium, last seen at {}: `vellum tier detach` it first",
-                image.display(),
-                other.name
-            ),
-        ));
+        return Err(attached_elsewhere(other));
     }
     let has_row = medium.rows().iter().any(|row| row.uuid == uuid);
     if !has_row && head.fast().is_some_and(|named| named.is_needed) {
@@ -315,7 +323,15 @@ pub async fn attach(image: &Path, fast: &FastFor, options: &ImageOptions) -> Res
     let name = image.display().to_string();
     medium.attach(NewRow { uuid, budget, name }).await?;
     let place = fast.path.canonicalize().unwrap_or_else(|_| fast.path.clone());
-    kind.format().attach_fast(&storage, medium.id(), &place.display().to_string()).await?;
+    let named = kind.format().attach_fast(&storage, medium.id(), &place.display().to_string()).await;
+    if named.is_err() && !has_row {
+        // Such as for an image of a layout that can have none: it leaves nothing on the medium, and no medium.
+        drop(medium.forget(uuid, false).await);
+        if is_new && is_file {
+            drop(std::fs::remove_file(&fast.path));
+        }
+    }
+    named?;
     let room = medium.room_bytes();
     Ok(Attached { is_new, room, budget: budget.min(room) })
 }
@@ -332,6 +348,16 @@ pub async fn detach(image: &Path, fast: Option<&Path>, options: &ImageOptions) -
     let (storage, kind) = open_file(image, options).await?;
     let head = kind.format().read(&*storage).await?;
     let named = head.fast();
+    if let Some(named) = named.as_ref().filter(|named| named.is_needed) {
+        let (image, medium) = (image.display(), &named.name);
+        return Err(Error::new(
+            ErrorKind::Refused,
+            format!(
+                "{image}: units of it are on its fast medium alone, last seen at {medium}: bring them back first (`vellum tier move \
+                 --back --all --fast PATH {image}`)"
+            ),
+        ));
+    }
     kind.format().detach_fast(&storage).await?;
     if let (Some(medium), Some(uuid)) = (medium, head.uuid()) {
         medium.forget(uuid, false).await?;
@@ -498,9 +524,15 @@ pub(crate) async fn move_in(chain: &Chain, ranges: &Ranges, only_copied: bool) -
 
 pub(crate) fn tier_of(chain: &Chain) -> Result<&Arc<dyn Tiers>> {
     chain.tier().ok_or_else(|| {
-        Error::unsupported(
-            "the image is open without a fast medium: give it with --fast PATH (`vellum tier attach`)",
-        )
+        let head = &chain.top().head;
+        Error::unsupported(match (head.uuid(), head.fast()) {
+            (None, _) => ONLY_NATIVE.to_owned(),
+            (Some(_), None) => "the disk is attached to no fast medium (`vellum tier attach`)".to_owned(),
+            (Some(_), Some(named)) => format!(
+                "the disk is open without its fast medium, last seen at {}: serve it with --fast PATH",
+                named.name
+            ),
+        })
     })
 }
 

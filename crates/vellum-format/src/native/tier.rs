@@ -567,7 +567,7 @@ impl Tiers for Native {
             trouble: tier.row.medium().trouble(),
             unit_bytes,
             used: tier.row.used(),
-            budget: tier.row.budget(),
+            budget: tier.row.budget().min(tier.row.medium().room_bytes()),
             missing: self.missing_units().len() as u64,
             ..TierFacts::default()
         };

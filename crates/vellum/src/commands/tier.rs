@@ -4,7 +4,7 @@ use std::io::IsTerminal as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::Subcommand;
+use clap::{ArgGroup, Subcommand};
 use serde_json::{Value, json};
 use vellum_core::{Error, Result};
 use vellum_daemon::control::{Request, call};
@@ -14,7 +14,7 @@ use vellum_daemon::{ImageOptions, IoMode, run as run_worker};
 
 use super::Outcome;
 use super::tier_disk::{
-    OfDisk, WithFast, code_for_left, code_for_moved, in_use, options_of, say_moved, say_units,
+    OfDisk, WithFast, code_for_left, code_for_moved, in_use, in_use_alone, options_of, say_moved, say_units,
 };
 use super::tier_files::{self, PinArgs, UnpinArgs};
 use crate::args::{AllowArgs, OutputFormat, parse_size};
@@ -24,7 +24,7 @@ use crate::output::{human_bytes, printable, say, say_json, table};
 ///
 /// A fast medium is a file or block device on an SSD. A disk whose image lies on slow storage reads promoted parts from
 /// there. Writes always go to the image; a part that is written is read from the image again. The image keeps
-/// everything, so a lost fast medium loses nothing. One medium serves many disks. Only images of the format vellum with
+/// everything, so a lost fast medium loses nothing, unless parts were moved there (`vellum tier move`). One medium serves many disks. Only images of the format vellum with
 /// layout=table or layout=zoned can have one.
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -161,14 +161,10 @@ struct StatusArgs {
 /// With --old-mtime and --recent-atime, the parts are those that hold bytes of files which the guest wrote long ago and has
 /// read lately, as its file system says (ext2, ext3, ext4, XFS). A guest that mounts with noatime does not record what it reads.
 #[derive(clap::Args)]
+#[command(group = ArgGroup::new("what").args(["range", "all", "old_mtime", "recent_atime"]).multiple(true).required(true))]
 struct PromoteArgs {
     /// A part of the disk, such as 1G+64M; may be given several times
-    #[arg(
-        long,
-        value_name = "OFFSET+LENGTH",
-        value_parser = parse_range,
-        required_unless_present_any = ["all", "old_mtime", "recent_atime"]
-    )]
+    #[arg(long, value_name = "OFFSET+LENGTH", value_parser = parse_range)]
     range: Vec<(u64, u64)>,
     /// The whole disk
     #[arg(long, conflicts_with = "range")]
@@ -188,9 +184,10 @@ struct PromoteArgs {
 
 /// Read parts of a disk from its image again
 #[derive(clap::Args)]
+#[command(group = ArgGroup::new("what").args(["range", "all"]).multiple(true).required(true))]
 struct DemoteArgs {
     /// A part of the disk, such as 1G+64M; may be given several times
-    #[arg(long, value_name = "OFFSET+LENGTH", value_parser = parse_range, required_unless_present = "all")]
+    #[arg(long, value_name = "OFFSET+LENGTH", value_parser = parse_range)]
     range: Vec<(u64, u64)>,
     /// The whole disk
     #[arg(long, conflicts_with = "range")]
@@ -207,9 +204,10 @@ struct DemoteArgs {
 /// image alone: a part that is written is copied back first. Snapshots are not possible meanwhile, nor is what changes the image
 /// without its medium (resize, flatten, check -r). `--back` copies parts home; when nothing is left, all of that is as before.
 #[derive(clap::Args)]
+#[command(group = ArgGroup::new("what").args(["range", "all", "copied", "path"]).multiple(true).required(true))]
 struct MoveArgs {
     /// A part of the disk, such as 1G+64M; may be given several times
-    #[arg(long, value_name = "OFFSET+LENGTH", value_parser = parse_range, required_unless_present_any = ["all", "copied", "path"])]
+    #[arg(long, value_name = "OFFSET+LENGTH", value_parser = parse_range)]
     range: Vec<(u64, u64)>,
     /// The files at this path in the guest, such as /usr/share, as `vellum tier pin` finds them; may be given several times
     #[arg(long, value_name = "PATH", conflicts_with_all = ["range", "all", "copied", "back"])]
@@ -257,7 +255,7 @@ fn attach(args: &AttachArgs) -> Outcome {
     let fast = args.how.at(args.fast.clone());
     let options = ImageOptions::default();
     let attached = run_worker(IoMode::Auto, async || tier::attach(&args.image, &fast, &options).await)?
-        .map_err(in_use)?;
+        .map_err(in_use_alone)?;
     let (name, medium) = (args.image.display().to_string(), args.fast.display().to_string());
     match args.output {
         OutputFormat::Json => say_json(&json!({
@@ -282,7 +280,7 @@ fn detach(args: &DetachArgs) -> Outcome {
     let options = ImageOptions::default();
     let fast = args.fast.as_deref();
     let named = run_worker(IoMode::Auto, async || tier::detach(&args.image, fast, &options).await)?
-        .map_err(in_use)?;
+        .map_err(in_use_alone)?;
     let name = args.image.display().to_string();
     match args.output {
         OutputFormat::Json => say_json(&json!({
@@ -304,7 +302,8 @@ fn detach(args: &DetachArgs) -> Outcome {
 }
 
 fn list(args: &ListArgs) -> Outcome {
-    let (free, rows) = run_worker(IoMode::Auto, async || tier::rows(&args.fast).await)?.map_err(in_use)?;
+    let (free, rows) =
+        run_worker(IoMode::Auto, async || tier::rows(&args.fast).await)?.map_err(in_use_alone)?;
     match args.output {
         OutputFormat::Json => say_json(&json!({ "free-bytes": free, "disks": rows })),
         OutputFormat::Human => {
@@ -323,7 +322,7 @@ fn list(args: &ListArgs) -> Outcome {
 
 fn forget(args: &ForgetArgs) -> Outcome {
     let row = run_worker(IoMode::Auto, async || tier::forget(&args.fast, &args.row, args.force).await)?
-        .map_err(in_use)?;
+        .map_err(in_use_alone)?;
     match args.output {
         OutputFormat::Json => say_json(&json!(row)),
         OutputFormat::Human => {
@@ -382,11 +381,8 @@ fn status_text(name: &str, answer: &Value) -> String {
     if answer.get("units").is_some() {
         let (units, unit) = (number("units"), number("unit-size"));
         let (copied, used) = (human_bytes(units * unit), human_bytes(number("used-bytes")));
-        let budget = match number("budget-bytes") {
-            u64::MAX => "no budget".to_owned(),
-            budget => format!("of a budget of {}", human_bytes(budget)),
-        };
-        lines.push(format!("{units} units ({copied}) are copied; they take {used}, {budget}"));
+        let budget = human_bytes(number("budget-bytes"));
+        lines.push(format!("{units} units ({copied}) are copied; they take {used}, of a budget of {budget}"));
         if number("moved") > 0 {
             let moved = human_bytes(number("moved") * unit);
             lines.push(format!(
@@ -492,7 +488,7 @@ fn move_units(args: &MoveArgs) -> Outcome {
         }
     };
     if !args.with.says_json(&answer) {
-        say_moved(&answer);
+        say_moved(&answer, only_copied);
     }
     Ok(code_for_moved(&answer))
 }

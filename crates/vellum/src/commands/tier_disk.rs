@@ -19,7 +19,7 @@ pub(super) struct OfDisk {
     #[arg(long, value_name = "PATH", conflicts_with = "image")]
     pub(super) control: Option<PathBuf>,
     /// Export name of the disk; optional if the server has one disk
-    #[arg(long, value_name = "EXPORT", requires = "control")]
+    #[arg(long, value_name = "EXPORT", requires = "control", conflicts_with = "image")]
     pub(super) disk: Option<String>,
     /// The image
     #[arg(value_name = "DISK", required_unless_present = "control")]
@@ -71,6 +71,11 @@ pub(super) fn in_use(error: Error) -> Failure {
     if_locked(error, "stop that server first, or ask it with --control PATH")
 }
 
+/// As above, of a command that no server takes.
+pub(super) fn in_use_alone(error: Error) -> Failure {
+    if_locked(error, "stop that server first")
+}
+
 pub(super) fn options_of(allow: &AllowArgs) -> ImageOptions {
     ImageOptions {
         allow_dirs: allow.places(),
@@ -117,13 +122,19 @@ fn code_for(answer: &Value, what: &str, remedy: &str) -> ExitCode {
 }
 
 /// What became of units that were to be moved.
-pub(super) fn say_moved(answer: &Value) {
+pub(super) fn say_moved(answer: &Value, only_copied: bool) {
     let number = |field: &str| answer[field].as_u64().unwrap_or_default();
     let bytes = human_bytes(number("moved") * number("unit-size"));
     say(&format!("{} units ({bytes}) are on the fast medium alone now", number("moved")));
     for (field, what) in [
         ("there", "were so already"),
-        ("not-copied", "have no copy there: they are zero, in the backing image, or found no room"),
+        (
+            "not-copied",
+            match only_copied {
+                true => "have no copy there",
+                false => "have no copy there: they are zero, in the backing image, or found no room",
+            },
+        ),
         (
             "not-stored",
             "are read from the backing image, as a whole or in part, and stay there (`vellum flatten` copies it first)",

@@ -69,7 +69,11 @@ fn change(change: PinChange, with: &WithFast) -> Outcome {
         }
     };
     if !with.says_json(&answer) {
-        say_files(&answer);
+        if !answer["pins"].as_array().is_some_and(Vec::is_empty) || !change.remove.is_empty() {
+            say_files(&answer);
+        } else {
+            say("no files are pinned: --path PATH pins some");
+        }
         for pin in answer["pins"].as_array().into_iter().flatten() {
             say(&format!("pinned: {}", pin_text(pin)));
         }
@@ -119,7 +123,7 @@ pub(super) fn move_files(paths: &[String], partition: Option<u32>, with: &WithFa
     };
     if !with.says_json(&answer) {
         say_count(&answer);
-        say_moved(&answer);
+        say_moved(&answer, false);
     }
     Ok(code_for_moved(&answer))
 }

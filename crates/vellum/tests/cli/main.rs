@@ -26,6 +26,7 @@
 //!   sockets.rs   sockets that a service manager passes
 //!   space.rs     full file systems, block devices
 //!   tier.rs      disks with copies on a fast medium
+//!   tier_words.rs               what commands on fast media refuse, say and leave behind
 //!   trust.rs     images whose headers name files of others
 //!   ublk.rs      what is said where there can be no block devices
 //!   unit.rs      the unit for systemd: checked by systemd, and its command carried out
@@ -68,6 +69,7 @@ mod space;
 mod tier;
 mod tier_files;
 mod tier_lost;
+mod tier_words;
 mod trust;
 mod ublk;
 mod unit;

@@ -215,8 +215,8 @@ fn what_cannot_have_a_fast_medium_says_why() {
     };
     attach(&fast, &size, &qcow2, &["format vellum"]);
     attach(&fast, &size, &linear, &["layout=table"]);
-    let create = ["create", "-q", "-f", "vellum", "-o", "layout=table", "--fast", &fast, &table, "16M"];
-    vellum(&create).answer();
+    let create = ["create", "-q", "-f", "vellum", "-o", "layout=table", "--fast", &fast];
+    vellum(&[&create[..], &size, &[&table, "16M"]].concat()).answer();
     let info = vellum(&["info", &table]).answer();
     assert!(info.contains("no copy there counts"), "{info}");
     refused(1, &["16777216"], &["tier", "promote", "--fast", &fast, "--range", "15M+2M", &table]);

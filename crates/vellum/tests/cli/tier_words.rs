@@ -1,0 +1,87 @@
+//! What commands on fast media refuse, say and leave behind, as somebody meets them who has read nothing.
+
+use super::refused;
+use super::support::dir::Dir;
+use super::support::program::vellum;
+use super::support::server::Server;
+use super::tier::{attached, status};
+
+/// A refusal leaves no new medium, and nothing on an old one.
+#[test]
+fn an_attachment_that_is_refused_leaves_nothing() {
+    let dir = Dir::new("tier-refused");
+    let (image, fast, _) = attached(&dir);
+    let (other, linear) = (dir.text("other"), dir.text("linear.vlm"));
+    refused(
+        1,
+        &["another fast medium", "detach"],
+        &["tier", "attach", "--fast", &other, "--fast-size", "8M", &image],
+    );
+    assert!(!dir.join("other").exists(), "a medium was made in vain");
+    vellum(&["create", "-q", "-f", "vellum", "-o", "layout=linear", &linear, "1M"]).answer();
+    refused(1, &["layout=table"], &["tier", "attach", "--fast", &other, "--fast-size", "8M", &linear]);
+    assert!(!dir.join("other").exists(), "a medium was made in vain");
+    refused(1, &["layout=table"], &["tier", "attach", "--fast", &fast, &linear]);
+    let rows = vellum(&["tier", "list", "--output", "json", "--fast", &fast]).json();
+    assert_eq!(rows["disks"].as_array().map(Vec::len), Some(1), "{rows}");
+}
+
+/// A remedy that is named is one that the command takes.
+#[test]
+fn what_is_refused_names_what_to_do() {
+    let dir = Dir::new("tier-words");
+    let (image, fast, _) = attached(&dir);
+    let (qcow2, control) = (dir.text("disk.qcow2"), dir.text("ctl"));
+    vellum(&["create", "-q", "-f", "qcow2", &qcow2, "1M"]).answer();
+    for command in
+        [&["promote", "--all"][..], &["demote", "--all"], &["move", "--all"], &["move", "--back", "--all"]]
+    {
+        let words = [&["tier"], command, &["--fast", &fast, &qcow2]].concat();
+        refused(1, &["only images of the format vellum"], &words);
+    }
+    for command in ["promote", "demote", "move"] {
+        let ran = vellum(&["tier", command, "--fast", &fast, &image]);
+        assert!(ran.code == 1 && ran.err.contains("--range") && ran.err.contains("--all"), "{ran:?}");
+    }
+    let ran = vellum(&["tier", "status", "--disk", "one", &image]);
+    assert!(ran.code == 1 && ran.err.contains("--disk"), "{ran:?}");
+
+    let server = Server::start(&[&image, "--control", &control]);
+    refused(1, &[&fast, "serve it with --fast"], &["tier", "promote", "--control", &control, "--all"]);
+    server.stop();
+    let server = Server::start(&[&image, "--fast", &fast, "--control", &control]);
+    for command in [&["list", "--fast", &fast][..], &["forget", "--fast", &fast, "disk"], &["detach", &image]]
+    {
+        let ran = vellum(&[&["tier"], command].concat());
+        assert!(ran.code == 1 && ran.err.contains("stop that server first"), "{ran:?}");
+        assert!(!ran.err.contains("--control"), "the command does not take it: {ran:?}");
+    }
+    server.stop();
+
+    vellum(&["tier", "move", "--fast", &fast, "--range", "0+64k", &image]).answer();
+    for more in [&["--fast", &fast][..], &[]] {
+        let ran = vellum(&[&["tier", "detach"], more, &[&image]].concat());
+        assert!(ran.code == 1 && ran.err.contains("--back --all"), "{ran:?}");
+        assert!(!ran.err.contains("give that medium"), "it was given, or is not taken: {ran:?}");
+    }
+}
+
+/// The same budget is told everywhere, and where nothing was to be done, that is said.
+#[test]
+fn what_is_said_is_what_is_so() {
+    let dir = Dir::new("tier-said");
+    let (image, fast, _) = attached(&dir);
+    let budget = status(&["--fast", &fast, &image])["budget-bytes"].as_u64();
+    let rows = vellum(&["tier", "list", "--output", "json", "--fast", &fast]).json();
+    assert_eq!(budget, rows["disks"][0]["budget-bytes"].as_u64());
+    assert!(budget < Some(16 << 20), "more than the medium has: {budget:?}");
+    let said = vellum(&["tier", "pin", "--fast", &fast, &image]).answer();
+    assert!(said.contains("no files are pinned") && said.contains("--path"), "{said}");
+    let said = vellum(&["tier", "move", "--copied", "--fast", &fast, &image]).answer();
+    assert!(said.contains("have no copy there") && !said.contains("no room"), "{said}");
+    let help = vellum(&["tier", "--help"]).answer();
+    assert!(
+        help.split_whitespace().collect::<Vec<_>>().join(" ").contains("unless parts were moved"),
+        "{help}"
+    );
+}

@@ -4,11 +4,12 @@
 //! journal or none, gets them again, and programs that could read the old image can read the new one. Otherwise it is as `vellum create
 //! -b` makes it.
 //!
-//! Where the old image is encrypted the new one is too: with a key of its own, which the secret that opens the old one opens. Whoever has
-//! other keys of the old one adds them.
+//! Where the old image is encrypted the new one is too: with a key of its own, which all secrets that were given and open the old one open.
+//! Slots of the old one whose secrets were not given are named, in the answer and in the log: whoever has their secrets adds them.
 //!
 //! Not taken over: a data file, the wish to be filled, a fast medium, bitmaps, snapshots, and space that was allocated ahead.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use vellum_core::{Error, Offload, Result};
@@ -71,6 +72,26 @@ impl NewTop {
                 ..Qcow2Options::default()
             })),
         })
+    }
+
+    /// The key slots of the old image that open nothing here.
+    pub(crate) fn slots_left(&self) -> Vec<usize> {
+        let keys = match self {
+            Self::Qcow2(options) => &options.encryption,
+            Self::Native(options) => &options.encryption,
+        };
+        keys.as_ref().map_or_else(Vec::new, |keys| keys.slots_left().to_vec())
+    }
+
+    /// Says so in the log.
+    pub(crate) fn say_slots_left(slots: &[usize], image: &Path, below: &Path) {
+        if !slots.is_empty() {
+            tracing::warn!(
+                "key slots {slots:?} of {} do not open {}, because this server has no secrets of theirs: add them with `vellum key add`",
+                below.display(),
+                image.display()
+            );
+        }
     }
 
     /// Makes it in this draft, for a disk of `size` bytes: durable, over the image of this name and format.

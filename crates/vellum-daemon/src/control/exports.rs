@@ -145,6 +145,7 @@ impl Control {
                 "format": done.format.to_string(),
                 "backing-filename": done.below,
                 "held-us": u64::try_from(done.held.as_micros()).unwrap_or(u64::MAX),
+                "key-slots-left": done.slots_left,
             })
         });
         Ok(json!({ "overlays": facts.collect::<Vec<_>>() }))

@@ -387,7 +387,9 @@ impl Served {
         })?;
         let name = backing_name(&plan.base, &before.path)?;
         let empty = empty.expect("it was made out when the commit began");
+        let slots_left = empty.slots_left();
         empty.make(&draft, plan.layers[0].size, (name, plan.format)).await?;
+        NewTop::say_slots_left(&slots_left, &before.path, &before.path);
         draft.publish().await?; // commit point
         *lock(&self.place) =
             Place { path: plan.base.clone(), canonical, format: plan.format, stated: Some(plan.format) };

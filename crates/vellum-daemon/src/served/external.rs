@@ -54,6 +54,8 @@ pub(crate) struct Overlaid {
     pub(crate) below: PathBuf,
     /// How long requests waited.
     pub(crate) held: Duration,
+    /// The key slots of the one below that do not open the one on top.
+    pub(crate) slots_left: Vec<usize>,
 }
 
 /// Puts a new image on top of each of these disks, at one moment.
@@ -98,6 +100,7 @@ struct Switch<'a> {
     _step: Begun<'a>,
     chain: RwLockWriteGuard<'a, Option<Chain>>,
     draft: Option<Draft>,
+    slots_left: Vec<usize>,
     before: Place,
     after: Place,
     held: Option<Held<'a>>,
@@ -118,7 +121,7 @@ impl<'a> Switch<'a> {
         let canonical = place_of(&overlay.path).await?;
         let referrer = Referrer { canonical: &canonical, is_device: false, trust: Trust::Declared };
         Host::gate(&served.image.allow_dirs, &[])?.check(referrer, &before.canonical)?;
-        let draft = draft(open, &before, &overlay.path, format, &served.image.secrets).await?;
+        let (draft, slots_left) = draft(open, &before, &overlay.path, format, &served.image.secrets).await?;
         if let Some(flash) = open.flash() {
             flash.drain().await?;
         }
@@ -126,7 +129,17 @@ impl<'a> Switch<'a> {
         served.has_room_in_time(open).await?;
         let after = Place { path: overlay.path.clone(), canonical, format, stated: Some(format) };
         let began = clock().now();
-        Ok(Self { served, _step: step, chain, draft: Some(draft), before, after, held: None, began })
+        Ok(Self {
+            served,
+            _step: step,
+            chain,
+            draft: Some(draft),
+            slots_left,
+            before,
+            after,
+            held: None,
+            began,
+        })
     }
 
     /// From when this returns on no request is in flight, and everything that was answered is durable.
@@ -226,7 +239,9 @@ impl<'a> Switch<'a> {
             image.display(),
             below.display()
         );
-        Overlaid { image, format: self.after.format, below, held }
+        let slots_left = std::mem::take(&mut self.slots_left);
+        NewTop::say_slots_left(&slots_left, &image, &below);
+        Overlaid { image, format: self.after.format, below, held, slots_left }
     }
 }
 
@@ -299,14 +314,14 @@ async fn place_of(path: &Path) -> Result<PathBuf> {
     Ok(dir.join(name))
 }
 
-/// The new image, complete, durable and without its name.
+/// The new image, complete, durable and without its name; and the key slots of the one below that do not open it.
 async fn draft(
     open: &Chain,
     below: &Place,
     path: &Path,
     format: FormatKind,
     secrets: &Secrets,
-) -> Result<Draft> {
+) -> Result<(Draft, Vec<usize>)> {
     let context = |error: Error| error.context(format!("can't create {}", path.display()));
     let name = backing_name(&below.path, path)?;
     let size = open.disk().geometry().size;
@@ -314,10 +329,10 @@ async fn draft(
     let draft = draft.ok_or_else(|| {
         Error::invalid(format!("{}: this name cannot be given to a new file", path.display()))
     })?;
-    let made =
-        NewTop::like(open.top(), format, secrets).await?.make(&draft, size, (name, below.format)).await;
-    made.map_err(context)?;
+    let top = NewTop::like(open.top(), format, secrets).await?;
+    let slots_left = top.slots_left();
+    top.make(&draft, size, (name, below.format)).await.map_err(context)?;
     // What guests write from now on is as private as what they wrote before.
     draft.take_rights_of(&below.path)?;
-    Ok(draft)
+    Ok((draft, slots_left))
 }

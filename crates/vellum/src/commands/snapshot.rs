@@ -209,6 +209,15 @@ impl External {
             let (image, below, format) = (text("image"), text("backing-filename"), text("format"));
             let waited = done["held-us"].as_u64().unwrap_or_default() / 1000;
             say(&format!("{image} is on top of {below} from now on; requests waited {waited} ms."));
+            let left: Vec<String> =
+                done["key-slots-left"].as_array().into_iter().flatten().map(Value::to_string).collect();
+            if !left.is_empty() {
+                say(&format!(
+                    "The secrets of key slots {} of {below} do not open it, because the server has not got them: add them with `vellum key \
+                     add`.",
+                    left.join(", ")
+                ));
+            }
             say(&format!("Serve it instead of {below} from now on: vellum serve -f {format} {image} ..."));
         }
         Ok(ExitCode::SUCCESS)

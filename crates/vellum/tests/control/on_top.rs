@@ -138,6 +138,72 @@ fn secret(dir: &Dir, text: &str) -> [String; 2] {
     ["--secret".to_owned(), format!("id={text},file={file}")]
 }
 
+/// The new image is opened by all secrets of the old one that the server has, in the same slots; the others are named.
+#[test]
+fn all_secrets_that_the_server_has_open_what_goes_on_top() {
+    for format in ["qcow2", "vellum"] {
+        let dir = Dir::new("on-top");
+        let name =
+            |name: &str| dir.text(&format!("{name}.{}", if format == "vellum" { "vlm" } else { format }));
+        let [option, one] = secret(&dir, "one");
+        let [two, three] = ["two", "three"].map(|text| secret(&dir, text)[1].clone());
+        let (old, new) = (name("old"), name("new"));
+        let wish = "encrypt.format=luks,encrypt.key-secret=one,encrypt.iter-time=10";
+        vellum(&["create", "-q", "-f", format, &option, &one, "-o", wish, &old, "4M"]).answer();
+        for (secret, new, slot) in [(&two, "two", "2"), (&three, "three", "5")] {
+            vellum(&[
+                "key",
+                "add",
+                &option,
+                &one,
+                &option,
+                secret,
+                "--new-secret",
+                new,
+                "--slot",
+                slot,
+                "--iter-time",
+                "10",
+                &old,
+            ])
+            .answer();
+        }
+        // One of them twice, under two names.
+        let again = one.replace("id=one", "id=again");
+        let served = Controlled::start(&[
+            "-f", format, "--secret", &three, "--secret", &again, "--secret", &one, &old,
+        ]);
+        let mut guest = served.client("");
+        guest.write(0, &[7; 4096], 0).expect("it is written");
+        let answer =
+            vellum(&["snapshot", "external", "--control", &served.socket, "--output", "json", &new]).json();
+        assert_eq!(answer["overlays"][0]["key-slots-left"], serde_json::json!([2]), "{answer}");
+        guest.write(1 << 20, &[8; 4096], 0).expect("it is written");
+        guest.disconnect();
+        assert!(served.server.said().contains("key slots [2]"), "{}", served.server.said());
+        served.server.stop();
+        let in_use = |image: &str| {
+            let slots = vellum(&["key", "list", "--output", "json", image]).json()["slots"].clone();
+            let slots = slots.as_array().expect("slots").iter().enumerate();
+            slots.filter(|(_, slot)| slot["active"] == true).map(|(at, _)| at).collect::<Vec<_>>()
+        };
+        assert_eq!((in_use(&old), in_use(&new)), (vec![0, 2, 5], vec![0, 5]), "{format}");
+        let raw = dir.text("raw");
+        for (secret, opens) in [(&one, true), (&three, true), (&two, false)] {
+            // The old image below it is opened too.
+            let ran = vellum(&["convert", "-q", "-O", "raw", &option, secret, &new, &raw]);
+            assert_eq!(ran.code == 0, opens, "{format} {secret}: {ran:?}");
+            if opens {
+                let disk = std::fs::read(&raw).expect("a copy");
+                assert!(
+                    disk[..4096] == [7; 4096] && disk[1 << 20..][..4096] == [8; 4096],
+                    "{format} {secret}"
+                );
+            }
+        }
+    }
+}
+
 /// Encrypted images get encrypted ones on top, opened by the same secret; what they have goes into encrypted ones only.
 #[test]
 fn what_is_encrypted_stays_so() {

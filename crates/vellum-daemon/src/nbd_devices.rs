@@ -4,7 +4,7 @@
 //!   begin   a pair of sockets for each connection: one end is a client of this server, whose handshake is made here
 //!           ► the other ends to the kernel, on a thread that stays there ► the device is there
 //!   end     the kernel writes back what it has cached ► disconnected ► the thread returns
-//!   gone    another program has disconnected it: the thread returns by itself
+//!   gone    another program has disconnected it: the thread returns by itself, and closes the device, which is free then
 //! ```
 //!
 //! 1. To the server the kernel is a client as any other: it is counted, listed, limited and cut off as they are. TLS is not
@@ -120,6 +120,10 @@ impl NbdDevices {
                 let how = shown.ended.wait().await;
                 let path = shown.device.path().display();
                 match &how {
+                    Ok(()) if shown.served.state().0 == "paused" => tracing::warn!(
+                        "{path} was disconnected by another program while its disk was paused: requests of it that waited have failed, and \
+                         what the kernel had cached of it is lost"
+                    ),
                     Ok(()) => tracing::info!("{path} was disconnected by another program"),
                     Err(error) => tracing::error!("{path} is no longer connected: {}", error.chain()),
                 }

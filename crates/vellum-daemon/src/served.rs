@@ -475,7 +475,7 @@ impl Served {
     }
 
     /// What it does, and for how many seconds it is paused.
-    fn state(&self) -> (&'static str, Option<u64>) {
+    pub(crate) fn state(&self) -> (&'static str, Option<u64>) {
         let is_hung = || self.record.under_way().first().is_some_and(|(_, since)| *since >= LONG);
         match self.valve.state() {
             State::Pausing => ("pausing", None),

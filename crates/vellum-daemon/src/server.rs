@@ -444,9 +444,20 @@ impl Server {
         all.iter().for_each(|disk| disk.open_for_good()); // what waits at a paused disk was begun, too
         // While their sessions are there: the kernel writes what it has cached.
         let devices = std::mem::take(&mut self.nbd_devices);
-        let in_time = async { clock().sleep(self.spec.drain_time).await };
-        let again = async { drop(ears.asked_to_end(signals).await) };
-        or(devices.end(), or(in_time, again)).await;
+        let shown = devices.paths();
+        let ended = async {
+            devices.end().await;
+            true
+        };
+        let late = async {
+            or(clock().sleep(self.spec.drain_time), async { drop(ears.asked_to_end(signals).await) }).await;
+            false
+        };
+        if !or(ended, late).await {
+            tracing::warn!(
+                "not disconnected in time, and what the kernel has cached of it may be lost: {shown:?}"
+            );
+        }
         self.shutdown.drain();
         let (files, blocks) = (std::mem::take(&mut self.files), std::mem::take(&mut self.blocks));
         // The errors of closing, including those of disks that are closed while others are not.

@@ -19,8 +19,9 @@ use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd, RawFd};
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 
-use vellum_core::{Context, Error, ErrorKind, Result};
+use vellum_core::{Context, Error, ErrorKind, Result, lock};
 
 /// The driver's number among block devices.
 const MAJOR: u32 = 43;
@@ -38,7 +39,8 @@ const SET_FLAGS: u16 = 0xab0a;
 /// A block device of the driver.
 #[derive(Debug)]
 pub struct NbdDevice {
-    file: File,
+    /// Open until the device has lost its server: the driver keeps it for that server as long as anybody has it open.
+    file: Mutex<Option<Arc<File>>>,
     path: PathBuf,
     /// Its directory in `/sys`, by number: the path may be a link.
     facts: PathBuf,
@@ -75,7 +77,7 @@ impl NbdDevice {
             )));
         }
         let facts = PathBuf::from(format!("/sys/dev/block/{major}:{minor}"));
-        Ok(Self { file, path: path.to_owned(), facts })
+        Ok(Self { file: Mutex::new(Some(Arc::new(file))), path: path.to_owned(), facts })
     }
 
     /// Where it is.
@@ -123,6 +125,7 @@ impl NbdDevice {
             .and_then(|()| self.ask(SET_TIMEOUT, 0));
         let ended = described.and_then(|()| self.ask(DO_IT, 0));
         drop(self.ask(CLEAR_SOCK, 0));
+        *lock(&self.file) = None;
         ended.context(context)
     }
 
@@ -136,7 +139,8 @@ impl NbdDevice {
     /// # Errors
     /// When a write or the flush failed, now or before.
     pub fn write_back(&self) -> Result<()> {
-        self.file.sync_all().context(|| format!("can't write back what is cached of {}", self.path.display()))
+        let context = || format!("can't write back what is cached of {}", self.path.display());
+        self.file().and_then(|file| file.sync_all()).context(context)
     }
 
     /// Takes the connections from it. Requests that come later fail.
@@ -153,9 +157,14 @@ impl NbdDevice {
         asked.and(cleared).context(|| format!("can't disconnect {}", self.path.display()))
     }
 
+    fn file(&self) -> io::Result<Arc<File>> {
+        lock(&self.file).clone().ok_or_else(|| io::Error::from_raw_os_error(libc::ENOTCONN))
+    }
+
     fn ask(&self, request: u16, number: usize) -> io::Result<()> {
+        let file = self.file()?;
         // SAFETY: the descriptor is open, and is one of the nbd driver, whose requests take a number and no address.
-        let result = unsafe { libc::ioctl(self.file.as_raw_fd(), libc::Ioctl::from(request), number) };
+        let result = unsafe { libc::ioctl(file.as_raw_fd(), libc::Ioctl::from(request), number) };
         if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 }

@@ -56,6 +56,8 @@ fn a_guest_connects_devices_of_the_nbd_driver() {
     has("listed /dev/nbd0");
     // In good order, and nothing is left of it.
     has("ended 0 free");
+    has("paused 0 free");
+    has("taken away 0 free 1");
     has("killed free");
     has("read-only 1");
     has("connected /dev/nbd3 0");

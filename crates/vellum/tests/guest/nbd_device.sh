@@ -100,6 +100,23 @@ dd if=/host/noise of="$disk" bs=512 count=1 conv=notrunc status=none seek=131071
 stop
 say "ended $code $(freed nbd0)"
 
+# A paused disk is resumed by the end of its server: what the page cache has is written, and the device goes away.
+serve /host/disk.qcow2 --nbd-device /dev/nbd0
+vellum pause --control /tmp/control > /dev/null
+dd if=/host/noise of="$disk" bs=512 count=1 conv=notrunc status=none seek=131070 &
+writer=$!
+stop
+wait "$writer" || true
+say "paused $code $(freed nbd0)"
+serve /host/disk.qcow2 --nbd-device /dev/nbd0
+dd if="$disk" bs=512 skip=131070 count=1 status=none | cmp -n 512 - /host/noise
+# Another program takes the device away meanwhile, and does not wait for the disk.
+vellum pause --control /tmp/control > /dev/null
+code=0
+vellum client disconnect --device "$disk" || code=$?
+say "taken away $code $(freed nbd0) $(grep -c 'while its disk was paused' /tmp/said)"
+stop
+
 # Killed in the middle of writes; the next one finds what was synced. The kernel says a lot then.
 serve /host/disk.qcow2 --nbd-device /dev/nbd0
 dd if="$disk" bs=512 skip=131071 count=1 status=none | cmp -n 512 - /host/noise

@@ -25,6 +25,7 @@ use vellum_layer::Chain;
 use crate::flash::random_bytes;
 use crate::image::{ImageOptions, open_file, open_image};
 use crate::occupied::holds_something;
+use crate::pins::FILES_SNAPSHOT;
 
 const ONLY_NATIVE: &str = "only images of the format vellum can have a fast medium. With others, put the backing image on fast storage";
 /// Parts of a disk that are listed, at most.
@@ -515,11 +516,22 @@ pub async fn move_away(
 pub(crate) async fn move_in(chain: &Chain, ranges: &Ranges, only_copied: bool) -> Result<MovedUnits> {
     let tier = tier_of(chain)?;
     let spans = ranges.spans(chain.disk().geometry().size)?;
+    end_files_snapshot(chain).await?;
     if !only_copied {
         let promotion = Promotion { ranges: spans.clone(), reason: Reason::Asked, copies_base: false };
         tier.promote(promotion).await?;
     }
     Ok(MovedUnits::of(tier.unit_bytes(), tier.move_away(&spans).await?))
+}
+
+/// Deletes the snapshot that a program which was killed has left of looking for files: it would keep units from moving. None is in use,
+/// as only one at a time looks for files or moves units.
+async fn end_files_snapshot(chain: &Chain) -> Result<()> {
+    let Some(snapshots) = &chain.top().opened.snapshots else { return Ok(()) };
+    match snapshots.named(FILES_SNAPSHOT)? {
+        Some(id) => snapshots.delete(&format!("snapshot.id={id}")).await,
+        None => Ok(()),
+    }
 }
 
 pub(crate) fn tier_of(chain: &Chain) -> Result<&Arc<dyn Tiers>> {

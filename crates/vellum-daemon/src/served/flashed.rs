@@ -77,6 +77,7 @@ impl Served {
         ranges: &tier::Ranges,
         only_copied: bool,
     ) -> Result<tier::MovedUnits> {
+        let _one = self.tiering.pinning.lock().await;
         let chain = self.chain_to_change().await?;
         tier::move_in(chain.as_ref().ok_or_else(|| self.is_closed())?, ranges, only_copied).await
     }

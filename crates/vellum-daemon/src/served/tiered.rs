@@ -35,8 +35,9 @@ pub(super) struct Tiering {
     pub(super) is_warming: AtomicBool,
     /// Steps that want the chain: no round begins.
     pub(super) want_alone: AtomicUsize,
-    /// Held while its pins are changed, and while files are chosen by their times.
-    pinning: async_lock::Mutex<()>,
+    /// Held while its pins are changed, while files are chosen by their times or their names, and while units move, which cannot be
+    /// while there is a snapshot that files are looked up in.
+    pub(super) pinning: async_lock::Mutex<()>,
 }
 
 impl Served {

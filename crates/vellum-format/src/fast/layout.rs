@@ -214,7 +214,8 @@ pub(super) fn parse_super(page: &[u8], storage_len: u64) -> Result<(FastId, Layo
             Ok((id, layout))
         }
         Some(_) => Err(Error::corrupt(format!(
-            "its superblock says {} slots, which do not fit {storage_len} bytes: it was truncated",
+            "its superblock says {} slots, which do not fit {storage_len} bytes: it was truncated. Do not make it longer: what is gone \
+             would read as zeros. `vellum convert --salvage --fast` copies what is left of a disk",
             layout.slots
         ))),
         None => Err(Error::corrupt("its superblock has no id")),

@@ -1,5 +1,9 @@
 //! Files of the guest that move to the fast medium, of a closed image and of a disk that is served, also a second time.
 
+use futures_lite::future::block_on;
+use vellum_core::{Buffer, ImageOffset, MemoryStorage, SharedStorage};
+use vellum_format::FormatKind;
+
 use super::support::client::Client;
 use super::support::dir::Dir;
 use super::support::noise;
@@ -90,4 +94,32 @@ fn the_units_of_files_move_and_no_others() {
         "{done}"
     );
     assert_eq!(disk.len(), 8 * MIB);
+}
+
+/// The snapshot that a server which was killed has left of looking for files keeps no unit from moving. One of the user's does.
+#[test]
+fn a_snapshot_that_was_left_behind_keeps_nothing_from_moving() {
+    let dir = Dir::new("tier-move-left");
+    let (image, fast) = (dir.text("disk.vlm"), dir.text("fast"));
+    let options = "layout=table,unit_size=64k";
+    std::fs::write(dir.join("raw"), noise(4 * 65_536, 1)).expect("it has space");
+    vellum(&["convert", "-q", "-f", "raw", "-O", "vellum", "-o", options, &dir.text("raw"), &image]).answer();
+    vellum(&["tier", "attach", "--fast", &fast, "--fast-size", "16M", &image]).answer();
+    let storage: SharedStorage = MemoryStorage::holding("disk", &std::fs::read(&image).expect("an image"));
+    block_on(async {
+        let (disk, snapshots) = FormatKind::Native.format().open_alone(&storage).await.expect("it opens");
+        snapshots.create("vellum-tier-files", 0).await.expect("it has space");
+        disk.close().await.expect("it is complete");
+    });
+    let len = usize::try_from(storage.len()).expect("small");
+    let bytes = block_on(storage.read(ImageOffset::ZERO, Buffer::zeroed(len))).expect("it is read");
+    std::fs::write(&image, bytes.to_vec()).expect("it has space");
+    assert!(vellum(&["snapshot", "list", &image]).answer().contains("vellum-tier-files"));
+
+    vellum(&["snapshot", "create", &image, "mine"]).answer();
+    refused(1, &["snapshots", "delete them"], &["tier", "move", "--all", "--fast", &fast, &image]);
+    vellum(&["snapshot", "delete", &image, "mine"]).answer();
+    vellum(&["tier", "move", "--all", "--fast", &fast, &image]).answer();
+    assert!(!vellum(&["snapshot", "list", &image]).answer().contains("vellum-tier-files"));
+    assert_eq!(status(&["--fast", &fast, &image])["moved"].as_u64(), Some(4));
 }

@@ -18,10 +18,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use vellum_core::{BlockSize, Context, Error, ErrorKind, GuestSpan, Result, SharedDisk};
+use vellum_core::{BlockSize, Context, Error, ErrorKind, GuestSpan, Result, SharedDisk, SharedStorage};
 use vellum_format::image::FileGrowth;
 use vellum_format::luks::Secrets;
-use vellum_format::{FormatKind, native, qcow2};
+use vellum_format::{FormatKind, native, probe, qcow2};
 use vellum_io::Draft;
 use vellum_layer::{Chain, Encrypted, Gate};
 
@@ -193,19 +193,32 @@ async fn convert_and(
     }
     let draft = if conversion.fills_existing { None } else { Draft::begin(&conversion.target).await? };
     let has_begun = Cell::new(false);
-    let copying = Copying { how: conversion, source_files, draft: draft.as_ref(), has_begun, progress };
+    let copying = Copying {
+        how: conversion,
+        source_files,
+        draft: draft.as_ref(),
+        has_begun,
+        has_emptied: Cell::new(false),
+        progress,
+    };
     let data_file = DataFile::of(&copying)?;
-    let copied = copying.make_and_fill(source, new_size, stop).await;
+    let copied = async {
+        if let Some(data_file) = &data_file {
+            copying.empty_what_loses_its_data(&data_file.path).await?;
+        }
+        copying.make_and_fill(source, new_size, stop).await
+    };
+    let copied = copied.await;
     let mut copied = copied.and(close().await);
     if copied.is_ok() && !bitmaps.is_empty() {
         let path = draft.as_ref().map_or(&*conversion.target, Draft::path);
         let added = add_copies(path, conversion.format, bitmaps).await;
         copied = added.context(|| "can't add the bitmaps to the copy");
     }
-    let has_begun = copying.has_begun.get();
+    let (has_begun, has_emptied) = (copying.has_begun.get(), copying.has_emptied.get());
     let done = match (copied, draft) {
         (Ok(()), Some(draft)) => {
-            let replaces = draft.replaces();
+            let fate = Fate::of(&draft, has_emptied);
             let made = std::fs::metadata(draft.path()).ok().map(|facts| (facts.dev(), facts.ino()));
             let published = match conversion.never_flushed {
                 true => draft.publish_at_once().await,
@@ -214,12 +227,12 @@ async fn convert_and(
             published.map_err(|error| {
                 let there = std::fs::metadata(&conversion.target);
                 let has_name = there.is_ok_and(|facts| Some((facts.dev(), facts.ino())) == made);
-                error.context(if has_name { named(conversion) } else { removed(conversion, replaces) })
+                error.context(if has_name { named(conversion) } else { removed(conversion, fate) })
             })
         }
         (Ok(()), None) => Ok(()),
         (Err(error), Some(draft)) => {
-            let left = give_up_draft(conversion, draft, error.kind());
+            let left = give_up_draft(conversion, draft, has_emptied, error.kind());
             Err(error.context(left))
         }
         (Err(error), None) if has_begun => {
@@ -243,6 +256,8 @@ struct Copying<'a> {
     draft: Option<&'a Draft>,
     /// Whether the target, or a data file, may have been changed.
     has_begun: Cell<bool>,
+    /// The file that the copy replaces was emptied, because its data is overwritten.
+    has_emptied: Cell<bool>,
     progress: &'a dyn Fn(Step),
 }
 
@@ -297,6 +312,26 @@ impl Copying<'_> {
             made?;
         }
         self.fill(source, source.geometry().size, stop).await
+    }
+
+    /// The file that the copy will replace is emptied, if its data is in the data file that is about to be filled: until the copy is
+    /// complete it would be a disk with the bytes of another.
+    async fn empty_what_loses_its_data(&self, data_file: &Path) -> Result<()> {
+        let Some((draft, old)) = self.draft.and_then(|draft| Some((draft, draft.old()?))) else {
+            return Ok(());
+        };
+        let old: SharedStorage = old;
+        let Ok(format) = probe(&*old).await else { return Ok(()) };
+        // One whose header is damaged is no disk.
+        let Ok(head) = format.format().read(&*old).await else { return Ok(()) };
+        let Some(its) = head.data_file().and_then(|name| Gate::resolve(&self.how.target, name).ok()) else {
+            return Ok(());
+        };
+        if first_same_file(&[its], &[data_file.to_owned()]).is_some() {
+            draft.empty_old().await?; // commit point: the old disk is given up
+            self.has_emptied.set(true);
+        }
+        Ok(())
     }
 
     /// Where the data file of a new image is, if it has one. The user named it.
@@ -420,13 +455,13 @@ impl Copying<'_> {
 }
 
 /// Removes a draft; says what is under the target's name.
-fn give_up_draft(how: &Conversion, draft: Draft, why: ErrorKind) -> String {
-    let (path, replaces) = (draft.path().to_owned(), draft.replaces());
+fn give_up_draft(how: &Conversion, draft: Draft, has_emptied: bool, why: ErrorKind) -> String {
+    let (path, fate) = (draft.path().to_owned(), Fate::of(&draft, has_emptied));
     if let Err(error) = draft.discard() {
         return format!("the unfinished copy {} cannot be removed ({error}): delete it", path.display());
     }
-    let mut left = removed(how, replaces);
-    if replaces && why == ErrorKind::NoSpace {
+    let mut left = removed(how, fate);
+    if fate == Fate::Unchanged && why == ErrorKind::NoSpace {
         left += "; there must be room for both until the copy is complete, or delete the old one first";
     }
     left
@@ -440,11 +475,35 @@ fn named(how: &Conversion) -> String {
     )
 }
 
-fn removed(how: &Conversion, replaces: bool) -> String {
+/// What became of the target when its copy was given up.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Fate {
+    /// There was none.
+    NotCreated,
+    /// It is as it was.
+    Unchanged,
+    /// Its data was in the data file of the copy.
+    Emptied,
+}
+
+impl Fate {
+    fn of(draft: &Draft, has_emptied: bool) -> Self {
+        match draft.replaces() {
+            true if has_emptied => Self::Emptied,
+            true => Self::Unchanged,
+            false => Self::NotCreated,
+        }
+    }
+}
+
+fn removed(how: &Conversion, fate: Fate) -> String {
     let target = how.target.display();
-    match replaces {
-        true => format!("{target} is unchanged, the unfinished copy was removed"),
-        false => format!("{target} was not created, the unfinished copy was removed"),
+    match fate {
+        Fate::Unchanged => format!("{target} is unchanged, the unfinished copy was removed"),
+        Fate::NotCreated => format!("{target} was not created, the unfinished copy was removed"),
+        Fate::Emptied => format!(
+            "{target} was emptied, as its data was in the same data file and is overwritten; the unfinished copy was removed"
+        ),
     }
 }
 

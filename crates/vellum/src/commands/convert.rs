@@ -25,7 +25,7 @@ use crate::secrets::SecretArgs;
 /// Zeros are not stored.
 ///
 /// The new image is written under a temporary name in the directory of the target and renamed when it is
-/// complete. An existing target stays intact until then, so there must be room for both. A target that is a
+/// complete. An existing target stays intact until then, so there must be room for both; one whose data file gets the copy is emptied first. A target that is a
 /// block device, has several hard links or is in a directory that cannot be written to is filled in place, as
 /// with -n.
 #[derive(clap::Args)]

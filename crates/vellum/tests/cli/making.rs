@@ -252,3 +252,32 @@ fn a_data_file_is_nothing_that_is_read() {
     let names = ["base.raw", "link.raw", "over.qcow2", "second.raw", "there.data", "there.qcow2"];
     assert_eq!(dir.names(), names, "and nothing is left");
 }
+
+/// A copy fills its data file under its own name. An image that is replaced and had its data there is not left with bytes of another disk.
+#[test]
+fn an_image_whose_data_file_is_filled_anew_is_emptied() {
+    requires!("prlimit");
+    let dir = Dir::new("data-file-anew");
+    let (old, new, target) = (dir.text("old.raw"), dir.text("new.raw"), dir.text("t.qcow2"));
+    std::fs::write(&old, noise(1 << 20, 1)).expect("a disk");
+    std::fs::write(&new, noise(4 << 20, 2)).expect("a disk");
+    let convert = |data_file: &str, from: &str| {
+        let option = format!("data_file={data_file}");
+        ["convert", "-q", "-f", "raw", "-O", "qcow2", "-o", &option, from, &target].map(str::to_owned)
+    };
+    let vellum_of = |words: &[String]| vellum(&words.iter().map(String::as_str).collect::<Vec<_>>());
+    let fails = |words: &[String]| {
+        let limited = ["--fsize=2097152", env!("CARGO_BIN_EXE_vellum")];
+        run("prlimit", &limited.into_iter().chain(words.iter().map(String::as_str)).collect::<Vec<_>>())
+    };
+    vellum_of(&convert("t.data", &old)).answer();
+    // Into another data file: the old disk is as it was.
+    let failed = fails(&convert("other.data", &new));
+    assert!(failed.code == 1 && failed.stderr.contains("t.qcow2 is unchanged"), "{failed:?}");
+    vellum(&["compare", "-q", "-f", "raw", "-F", "qcow2", &old, &target]).answer();
+    let failed = fails(&convert("t.data", &new));
+    assert!(failed.code == 1 && failed.stderr.contains("t.qcow2 was emptied"), "{failed:?}");
+    assert_eq!(std::fs::metadata(&target).expect("it is there").len(), 0);
+    vellum_of(&convert("t.data", &new)).answer();
+    vellum(&["compare", "-q", "-f", "raw", "-F", "qcow2", &new, &target]).answer();
+}

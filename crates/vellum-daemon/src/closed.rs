@@ -19,8 +19,7 @@ use crate::data_file::make_durable;
 use crate::host::canonical_path;
 use crate::image::{ImageOptions, open_file, open_file_replayed, open_image};
 use crate::inspect::len_below;
-use crate::pins::FILES_SNAPSHOT;
-use crate::tier::{LISTED_MAX, medium_to_read, tier_of};
+use crate::tier::{FILES_SNAPSHOT, LISTED_MAX, medium_to_read, tier_of};
 
 /// What a check came to.
 pub struct Checked {

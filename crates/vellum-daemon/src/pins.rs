@@ -35,8 +35,6 @@ use vellum_layer::Chain;
 use crate::image::{ImageOptions, open_image};
 use crate::tier::{DemotedUnits, MovedUnits, PromotedUnits, Ranges, move_in, open_medium, tier_of};
 
-/// The snapshot of a served disk that the guest's file system is read from.
-pub(crate) const FILES_SNAPSHOT: &str = "vellum-tier-files";
 /// The longest pins file, in bytes.
 const FILE_MAX: u64 = 1 << 20;
 /// The longest heat file, in bytes.

@@ -25,9 +25,12 @@ use vellum_layer::Chain;
 use crate::flash::random_bytes;
 use crate::image::{ImageOptions, open_file, open_image};
 use crate::occupied::holds_something;
-use crate::pins::FILES_SNAPSHOT;
 
 const ONLY_NATIVE: &str = "only images of the format vellum can have a fast medium. With others, put the backing image on fast storage";
+
+/// The snapshot of a served disk that the guest's file system is read from.
+pub(crate) const FILES_SNAPSHOT: &str = "vellum-tier-files";
+
 /// Parts of a disk that are listed, at most.
 pub(crate) const LISTED_MAX: usize = 1000;
 

@@ -52,6 +52,11 @@ pub(crate) fn as_qemu_command(ours: &str) {
     }
 }
 
+/// Whether this was called as `qemu-img`, whose scripts read what commands print.
+pub(crate) fn is_qemu_command() -> bool {
+    matches!(CALLED_AS.get(), Some(Program::QemuImg(_)))
+}
+
 /// A message as it is said.
 pub(crate) fn spoken(line: &str) -> Cow<'_, str> {
     match CALLED_AS.get() {

@@ -20,10 +20,10 @@ use vellum_layer::{Chain, valve};
 
 use super::{Served, kept};
 use crate::pins::{
-    ChosenFiles, FILES_SNAPSHOT, FileTimes, MovedFiles, Pin, PinChange, Pinning, apply_times, find_by_times,
-    find_paths, move_wanted, pins_of,
+    ChosenFiles, FileTimes, MovedFiles, Pin, PinChange, Pinning, apply_times, find_by_times, find_paths,
+    move_wanted, pins_of,
 };
-use crate::tier::facts_json;
+use crate::tier::{FILES_SNAPSHOT, facts_json};
 
 /// How often a disk is looked at that guests write meanwhile.
 const LOOKS_MAX: u32 = 3;

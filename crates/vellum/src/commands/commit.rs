@@ -13,6 +13,7 @@ use super::change::ChangeArgs;
 use super::{Failure, Outcome, job};
 use crate::args::parse_size;
 use crate::output::{complain, human_bytes};
+use crate::spoken::is_qemu_command;
 
 /// Write the contents of an image into its backing image
 ///
@@ -84,6 +85,9 @@ pub(crate) fn run(args: &Args) -> Outcome {
         "useless": between,
         "bytes-written": bytes_written,
     });
+    if is_qemu_command() {
+        lines = vec!["Image committed.".to_owned()];
+    }
     args.change.answer(&answer, &lines);
     Ok(ExitCode::SUCCESS)
 }

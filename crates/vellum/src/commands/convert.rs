@@ -85,8 +85,8 @@ pub(crate) struct Args {
     /// Its name is stored as it is given: a relative one is looked for beside the target.
     #[arg(short = 'B', long, value_name = "FILE", conflicts_with_all = ["no_create", "compress", "sparse_size"])]
     backing: Option<String>,
-    /// With -B: format of that image
-    #[arg(short = 'F', long, value_name = "FMT", value_parser = parse_format, requires = "backing")]
+    /// With -B, or `-o backing_file=FILE`: format of that image
+    #[arg(short = 'F', long, value_name = "FMT", value_parser = parse_format)]
     backing_format: Option<FormatKind>,
     /// Fill an existing target instead of creating one; it must be large enough
     #[arg(short = 'n', long)]
@@ -210,15 +210,20 @@ async fn convert(args: &Args, [source_is, target_is]: [Option<Encrypted>; 2]) ->
             return Err(Error::invalid(format!("-c: {why}")).into());
         }
     }
-    if new.backing_file.is_some() {
-        return Err(Error::invalid("name the backing image of the copy with -B FILE -F FMT").into());
+    let backing = args.backing.as_ref().or(new.backing_file.as_ref());
+    let backing_format = args.backing_format.or(new.backing_format);
+    if new.backing_file.is_some() && (args.no_create || args.compress) {
+        return Err(Error::invalid("-o backing_file, like -B, goes with neither -n nor -c").into());
     }
-    if args.backing.is_some() && args.backing_format.is_none() {
+    if backing.is_none() && backing_format.is_some() {
+        return Err(Error::invalid("-F is the format of a backing image: name that with -B FILE").into());
+    }
+    if backing.is_some() && backing_format.is_none() {
         return Err(
             Error::invalid("-B: give the format of that image: `-F raw`, `-F qcow2` or `-F vellum`").into()
         );
     }
-    if args.backing.is_some() && !matches!(args.target_format(), FormatKind::Qcow2 | FormatKind::Native) {
+    if backing.is_some() && !matches!(args.target_format(), FormatKind::Qcow2 | FormatKind::Native) {
         return Err(
             Error::invalid("-B: a raw disk has no backing image: use `-O qcow2` or `-O vellum`").into()
         );
@@ -284,7 +289,7 @@ async fn convert(args: &Args, [source_is, target_is]: [Option<Encrypted>; 2]) ->
         rate: args.rate,
         salvages: args.salvage,
         compression: args.compress.then_some(ConvertCompression { level: args.level }),
-        backing: args.backing.clone().zip(args.backing_format),
+        backing: backing.cloned().zip(backing_format),
         bitmaps,
     };
     let (is_encrypted, is_plain) = (source.is_any_encrypted(), Cell::new(false));

@@ -204,7 +204,7 @@ pub(crate) fn run(args: Args) -> Outcome {
         ));
     }
     let data_file = options.data_file.as_deref().filter(|_| format == FormatKind::Qcow2);
-    if let Some(refusal) = target.refusal(format, data_file) {
+    if let Some(refusal) = target.refusal(format, data_file).filter(|_| !args.quiet) {
         complain(&format!(
             "vellum create: {} was created, but opening it for writing will need a further option: {}",
             target.path.display(),

@@ -21,6 +21,7 @@ use super::create::text_of_name;
 use super::{Failure, Outcome, job};
 use crate::args::{parse_format, parse_size};
 use crate::output::{complain, human_bytes};
+use crate::spoken::is_qemu_command;
 
 /// Give an image another backing image
 ///
@@ -105,7 +106,8 @@ pub(crate) fn run(args: &Args) -> Outcome {
         "backing-filename-format": answer.after.as_ref().map(|(_, format)| format.to_string()),
         "bytes-written": answer.bytes_written,
     });
-    args.change.answer(&json, &[line]);
+    let lines = if is_qemu_command() { vec![] } else { vec![line] };
+    args.change.answer(&json, &lines);
     Ok(ExitCode::SUCCESS)
 }
 

@@ -5,7 +5,7 @@ use serde_json::Value;
 
 use super::support::dir::Dir;
 use super::support::noise;
-use super::support::program::vellum;
+use super::support::program::{run, vellum};
 use super::{MIB, refused};
 
 /// Bytes, and where they are.
@@ -177,5 +177,37 @@ fn a_copy_is_laid_out_in_the_order_of_the_disk() {
             vellum(&["convert", "-W", &source, &copy]).answer();
             vellum(&["compare", &source, &copy]).answer();
         }
+    }
+}
+
+/// Scripts read what `qemu-img` prints.
+#[test]
+fn under_the_name_qemu_img_commands_print_what_that_prints() {
+    let dir = Dir::new("words-qemu-img");
+    let theirs = dir.text("qemu-img");
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_vellum"), &theirs).expect("a link");
+    let (base, other, top) = (dir.text("base.raw"), dir.text("other.raw"), dir.text("top.qcow2"));
+    for disk in [&base, &other] {
+        std::fs::write(disk, noise(1 << 20, 3)).expect("a disk");
+    }
+    let called = |arguments: &[&str]| {
+        let ran = run(&theirs, arguments);
+        assert_eq!((ran.code, &*ran.err), (0, ""), "{arguments:?}");
+        ran.out
+    };
+    // The name of the backing image stands in an option, too.
+    let over = "backing_file=base.raw,backing_fmt=raw";
+    assert_eq!(called(&["convert", "-f", "raw", "-O", "qcow2", "-o", over, &other, &top]), "");
+    let facts = vellum(&["info", "--output", "json", &top]).json();
+    assert_eq!(facts["backing-filename"], "base.raw");
+    assert_eq!(called(&["rebase", "-f", "qcow2", "-b", &other, "-F", "raw", &top]), "");
+    assert_eq!(called(&["commit", "-f", "qcow2", &top]), "Image committed.\n");
+    for (arguments, why) in [
+        (&["-o", over, "-c"][..], "goes with neither -n nor -c"),
+        (&["-o", "backing_file=base.raw"], "give the format of that image"),
+        (&["-F", "raw"], "name that with -B"),
+    ] {
+        let how = [&["convert", "-f", "raw", "-O", "qcow2"][..], arguments, &[&other, &top]].concat();
+        refused(1, &[why], &how);
     }
 }

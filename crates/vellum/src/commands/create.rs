@@ -20,6 +20,7 @@ use super::tier::FastArgs;
 use crate::args::{AllowArgs, NewImage, OutputFormat, options_help, parse_format, parse_size, prealloc_text};
 use crate::output::{complain, human_bytes, say, say_json};
 use crate::secrets::SecretArgs;
+use crate::spoken::is_qemu_command;
 
 /// Create an image, or with -b a clone of a backing image
 ///
@@ -204,7 +205,8 @@ pub(crate) fn run(args: Args) -> Outcome {
         ));
     }
     let data_file = options.data_file.as_deref().filter(|_| format == FormatKind::Qcow2);
-    if let Some(refusal) = target.refusal(format, data_file).filter(|_| !args.quiet) {
+    let says_nothing = args.quiet && is_qemu_command();
+    if let Some(refusal) = target.refusal(format, data_file).filter(|_| !says_nothing) {
         complain(&format!(
             "vellum create: {} was created, but opening it for writing will need a further option: {}",
             target.path.display(),

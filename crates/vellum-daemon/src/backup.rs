@@ -53,7 +53,7 @@ pub struct Backup {
     pub before: Option<(PathBuf, FormatKind)>,
     /// The options of the new image.
     pub options: CreateOptions,
-    /// The new image is not encrypted, though the disk is: somebody has asked for that in so many words.
+    /// The new image is not encrypted although the disk is, as the user has explicitly asked.
     pub is_plain_text: bool,
     /// What opens the new image and the backup before, where they are encrypted.
     pub secrets: Arc<Secrets>,

@@ -472,7 +472,7 @@ impl Template<'_> {
                 let backing = Some((name, Some(format)));
                 let options =
                     qcow2::CreateOptions { size: self.size, backing, ..self.how.qcow2.clone() }.settled();
-                write_qcow2(&target, None, &options, self.pin.as_ref()).await?;
+                write_qcow2(&target, (None, None), &options, self.pin.as_ref()).await?;
             }
         }
         draft.publish().await // commit point: the clone has its name

@@ -18,16 +18,18 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use vellum_core::{BlockSize, Context, Error, ErrorKind, GuestSpan, Result, SharedDisk, SharedStorage};
+use vellum_core::{
+    BlockSize, Context, Error, ErrorKind, GuestSpan, Result, SharedDisk, SharedStorage, Storage as _,
+};
 use vellum_format::image::FileGrowth;
 use vellum_format::luks::Secrets;
 use vellum_format::{FormatKind, native, probe, qcow2};
-use vellum_io::Draft;
+use vellum_io::{Draft, File};
 use vellum_layer::{Chain, Encrypted, Gate};
 
 use crate::bitmaps::{BitmapCopy, add_copies, may_add_copies};
 use crate::copy::{CopyCompression, CopyOptions, copy};
-use crate::create::{CreateTarget, create_native, create_qcow2, new_raw, no_new_luks};
+use crate::create::{CreateTarget, create_native, create_qcow2_instead, new_raw, no_new_luks};
 use crate::image::{ImageOptions, open_image};
 use crate::salvage::Salvaged;
 pub use crate::same_file::same_file;
@@ -192,33 +194,28 @@ async fn convert_and(
         may_add_copies(&conversion.target, conversion.format, bitmaps).await?;
     }
     let draft = if conversion.fills_existing { None } else { Draft::begin(&conversion.target).await? };
+    let loses_its_data = old_on_same_data(conversion, draft.as_ref()).await?;
     let has_begun = Cell::new(false);
     let copying = Copying {
         how: conversion,
         source_files,
         draft: draft.as_ref(),
+        loses_its_data: loses_its_data.clone(),
         has_begun,
-        has_emptied: Cell::new(false),
         progress,
     };
     let data_file = DataFile::of(&copying)?;
-    let copied = async {
-        if let Some(data_file) = &data_file {
-            copying.empty_what_loses_its_data(&data_file.path).await?;
-        }
-        copying.make_and_fill(source, new_size, stop).await
-    };
-    let copied = copied.await;
+    let copied = copying.make_and_fill(source, new_size, stop).await;
     let mut copied = copied.and(close().await);
     if copied.is_ok() && !bitmaps.is_empty() {
         let path = draft.as_ref().map_or(&*conversion.target, Draft::path);
         let added = add_copies(path, conversion.format, bitmaps).await;
         copied = added.context(|| "can't add the bitmaps to the copy");
     }
-    let (has_begun, has_emptied) = (copying.has_begun.get(), copying.has_emptied.get());
+    let has_begun = copying.has_begun.get();
     let done = match (copied, draft) {
         (Ok(()), Some(draft)) => {
-            let fate = Fate::of(&draft, has_emptied);
+            let fate = Fate::of(&draft, loses_its_data.as_deref());
             let made = std::fs::metadata(draft.path()).ok().map(|facts| (facts.dev(), facts.ino()));
             let published = match conversion.never_flushed {
                 true => draft.publish_at_once().await,
@@ -232,7 +229,8 @@ async fn convert_and(
         }
         (Ok(()), None) => Ok(()),
         (Err(error), Some(draft)) => {
-            let left = give_up_draft(conversion, draft, has_emptied, error.kind());
+            let fate = Fate::of(&draft, loses_its_data.as_deref());
+            let left = give_up_draft(conversion, draft, fate, error.kind());
             Err(error.context(left))
         }
         (Err(error), None) if has_begun => {
@@ -241,7 +239,9 @@ async fn convert_and(
         }
         (Err(error), None) => Err(error),
     };
-    done.map_err(|error| match data_file.filter(|_| has_begun) {
+    // What the old image still has is not to be deleted.
+    let is_old_whole = loses_its_data.is_some_and(|old| old.len() > 0);
+    done.map_err(|error| match data_file.filter(|_| has_begun && !is_old_whole) {
         Some(data_file) => data_file.give_up(error),
         None => error,
     })
@@ -254,10 +254,10 @@ struct Copying<'a> {
     source_files: &'a [PathBuf],
     /// The file that gets the target's name when it is complete. Without one the target is filled in place.
     draft: Option<&'a Draft>,
+    /// The image that it replaces, if the data of that is in the data file that will be filled.
+    loses_its_data: Option<Arc<File>>,
     /// Whether the target, or a data file, may have been changed.
     has_begun: Cell<bool>,
-    /// The file that the copy replaces was emptied, because its data is overwritten.
-    has_emptied: Cell<bool>,
     progress: &'a dyn Fn(Step),
 }
 
@@ -314,26 +314,6 @@ impl Copying<'_> {
         self.fill(source, source.geometry().size, stop).await
     }
 
-    /// The file that the copy will replace is emptied, if its data is in the data file that is about to be filled: until the copy is
-    /// complete it would be a disk with the bytes of another.
-    async fn empty_what_loses_its_data(&self, data_file: &Path) -> Result<()> {
-        let Some((draft, old)) = self.draft.and_then(|draft| Some((draft, draft.old()?))) else {
-            return Ok(());
-        };
-        let old: SharedStorage = old;
-        let Ok(format) = probe(&*old).await else { return Ok(()) };
-        // One whose header is damaged is no disk.
-        let Ok(head) = format.format().read(&*old).await else { return Ok(()) };
-        let Some(its) = head.data_file().and_then(|name| Gate::resolve(&self.how.target, name).ok()) else {
-            return Ok(());
-        };
-        if first_same_file(&[its], &[data_file.to_owned()]).is_some() {
-            draft.empty_old().await?; // commit point: the old disk is given up
-            self.has_emptied.set(true);
-        }
-        Ok(())
-    }
-
     /// Where the data file of a new image is, if it has one. The user named it.
     fn new_data_file(&self) -> Result<Option<PathBuf>> {
         let name = self.how.qcow2.data_file.as_ref().filter(|_| !self.how.fills_existing);
@@ -357,7 +337,10 @@ impl Copying<'_> {
             FormatKind::Raw => {
                 new_raw(self.path(), size, self.how.qcow2.preallocation, self.is_flushed_elsewhere()).await
             }
-            FormatKind::Qcow2 => create_qcow2(&target, self.how.qcow2.clone()).await.map(drop),
+            FormatKind::Qcow2 => {
+                let old = self.loses_its_data.as_deref();
+                create_qcow2_instead(&target, self.how.qcow2.clone(), old).await.map(drop)
+            }
             FormatKind::Native => create_native(&target, self.how.native.clone()).await.map(drop),
             FormatKind::Foreign(_) => self.how.format.check_is_written(),
             FormatKind::Luks => Err(no_new_luks(&self.how.target)),
@@ -455,8 +438,8 @@ impl Copying<'_> {
 }
 
 /// Removes a draft; says what is under the target's name.
-fn give_up_draft(how: &Conversion, draft: Draft, has_emptied: bool, why: ErrorKind) -> String {
-    let (path, fate) = (draft.path().to_owned(), Fate::of(&draft, has_emptied));
+fn give_up_draft(how: &Conversion, draft: Draft, fate: Fate, why: ErrorKind) -> String {
+    let path = draft.path().to_owned();
     if let Err(error) = draft.discard() {
         return format!("the unfinished copy {} cannot be removed ({error}): delete it", path.display());
     }
@@ -487,9 +470,9 @@ enum Fate {
 }
 
 impl Fate {
-    fn of(draft: &Draft, has_emptied: bool) -> Self {
+    fn of(draft: &Draft, loses_its_data: Option<&File>) -> Self {
         match draft.replaces() {
-            true if has_emptied => Self::Emptied,
+            true if loses_its_data.is_some_and(|old| old.len() == 0) => Self::Emptied,
             true => Self::Unchanged,
             false => Self::NotCreated,
         }
@@ -519,6 +502,19 @@ fn give_up_in_place(how: &Conversion) -> String {
         Ok(_) => format!("{target} was emptied because the copy is incomplete"),
         Err(error) => format!("{part}; it cannot be emptied ({error})"),
     }
+}
+
+/// The image that the draft will replace, if its data is in the data file that the copy will fill. One whose header cannot be read is no
+/// disk.
+async fn old_on_same_data(how: &Conversion, draft: Option<&Draft>) -> Result<Option<Arc<File>>> {
+    let Some(old) = draft.and_then(Draft::old) else { return Ok(None) };
+    let Some(new_name) = how.qcow2.data_file.as_ref() else { return Ok(None) };
+    let new = Gate::resolve(&how.target, new_name)?;
+    let storage: SharedStorage = old.clone();
+    let Ok(format) = probe(&*storage).await else { return Ok(None) };
+    let Ok(head) = format.format().read(&*storage).await else { return Ok(None) };
+    let its = head.data_file().and_then(|name| Gate::resolve(&how.target, name).ok());
+    Ok(its.filter(|its| same_file(its, &new)).map(|_| old))
 }
 
 /// The data file of a new image: filled under its own name, as it stands in the image.

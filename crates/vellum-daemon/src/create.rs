@@ -212,6 +212,19 @@ pub fn backing_name(backing: &Path, image: &Path) -> Result<String> {
 /// `Invalid` for options that contradict each other, and what the files say. An image that could not be made
 /// whole is removed.
 pub async fn create_qcow2(target: &CreateTarget, options: CreateOptions) -> Result<CreateOptions> {
+    create_qcow2_instead(target, options, None).await
+}
+
+/// As above, of an image that will take the place of `old`, whose data is in the same data file: that is emptied before the data file
+/// changes. Until the new one is complete it would be a disk with the bytes of another.
+///
+/// # Errors
+/// As above, and those of emptying it.
+pub(crate) async fn create_qcow2_instead(
+    target: &CreateTarget,
+    options: CreateOptions,
+    old: Option<&File>,
+) -> Result<CreateOptions> {
     let data_path = options.data_file.as_ref().map(|name| data_file_path(&target.path, name)).transpose()?;
     data_path.as_ref().map_or(Ok(()), |path| refuse_same_file(&target.path, path))?;
     let (size, pin) = target.size_and_below(data_path.as_deref()).await?;
@@ -223,7 +236,7 @@ pub async fn create_qcow2(target: &CreateTarget, options: CreateOptions) -> Resu
         None => None,
         Some(path) => Some(new_data_file(path, target.never_flushed).await?),
     };
-    let made = write_qcow2(target, data_file.as_ref(), &options, pin.as_ref()).await;
+    let made = write_qcow2(target, (data_file.as_ref(), old), &options, pin.as_ref()).await;
     if let (Err(_), Some(path)) = (&made, is_new_data) {
         drop(data_file);
         let _ = std::fs::remove_file(path);
@@ -279,13 +292,20 @@ async fn record(image: SharedStorage, format: FormatKind, pin: Option<&Pin>) -> 
 
 pub(crate) async fn write_qcow2(
     target: &CreateTarget,
-    data_file: Option<&SharedStorage>,
+    (data_file, old): (Option<&SharedStorage>, Option<&File>),
     options: &CreateOptions,
     pin: Option<&Pin>,
 ) -> Result<()> {
     let is_new = !target.path.exists();
     let file = target.file().await?;
-    let mut made = qcow2::create(&*file, data_file, options).await;
+    let give_up_old = async || match old {
+        None => Ok(()),
+        Some(old) => {
+            old.set_len(0).await?;
+            old.flush().await // commit point: the old disk is given up
+        }
+    };
+    let mut made = qcow2::create_with(&*file, data_file, options, give_up_old).await;
     if made.is_ok() {
         made = record(file.clone(), FormatKind::Qcow2, pin).await;
     }

@@ -120,7 +120,7 @@ impl NewTop {
             }
             Self::Qcow2(options) => {
                 let options = Qcow2Options { size, backing: Some((name, format)), ..*options }.settled();
-                write_qcow2(&target, None, &options, None).await
+                write_qcow2(&target, (None, None), &options, None).await
             }
         }
     }

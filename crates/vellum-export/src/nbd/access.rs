@@ -1,4 +1,4 @@
-//! Which clients are let in, by the distinguished names of their certificates.
+//! Which clients are admitted, by the distinguished names of their certificates.
 //!
 //! A list is read from the top; the first rule that fits a name decides, and the policy of the list decides about all others. That is
 //! how QEMU's authorization objects (`authz-simple`, `authz-list`) have it.
@@ -8,7 +8,7 @@ use std::sync::Arc;
 /// What is done with a client.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Verdict {
-    /// It is let in.
+    /// It is admitted.
     Allow,
     /// It is refused.
     #[default]
@@ -33,7 +33,7 @@ impl NamePattern {
     }
 }
 
-/// Which clients are let in.
+/// Which clients are admitted.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct AccessList {
     /// The rules, from the top.

@@ -56,21 +56,21 @@ impl TlsClient {
             .with_safe_default_protocol_versions()
             .map_err(|error| Error::invalid(format!("can't use TLS: {error}")))?;
         let verifier: Arc<dyn ServerCertVerifier> = match identity {
-            ServerIdentity::Anybody => Arc::new(Unverified(provider)),
+            ServerIdentity::Anybody => Arc::new(Nameless { provider, chain: None }),
             ServerIdentity::Named(_) | ServerIdentity::Known => {
                 let path = directory.join("ca-cert.pem");
                 let mut roots = RootCertStore::empty();
                 for certificate in certificates(&path)? {
                     roots.add(certificate).map_err(|error| unreadable(&path, "an authority", &error))?;
                 }
-                let verifier = WebPkiServerVerifier::builder_with_provider(Arc::new(roots), provider)
+                let verifier = WebPkiServerVerifier::builder_with_provider(Arc::new(roots), provider.clone())
                     .with_crls(revoked(&directory.join("ca-crl.pem"))?)
                     .allow_unknown_revocation_status() // a certificate whose issuer has no list is not revoked
                     .build()
                     .map_err(|error| unreadable(&path, "an authority", &error))?;
                 match identity {
                     ServerIdentity::Named(_) => verifier,
-                    _ => Arc::new(Nameless(verifier)),
+                    _ => Arc::new(Nameless { provider, chain: Some(verifier) }),
                 }
             }
         };
@@ -110,9 +110,13 @@ impl TlsClient {
     }
 }
 
-/// A server whose chain is verified, whatever its name is.
+/// A server whose name is not looked at. It has the key of the certificate that it shows in any case.
 #[derive(Debug)]
-struct Nameless(Arc<WebPkiServerVerifier>);
+struct Nameless {
+    provider: Arc<CryptoProvider>,
+    /// Verifies its chain, unless anybody will do.
+    chain: Option<Arc<WebPkiServerVerifier>>,
+}
 
 impl ServerCertVerifier for Nameless {
     fn verify_server_cert(
@@ -123,7 +127,8 @@ impl ServerCertVerifier for Nameless {
         ocsp: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, rustls::Error> {
-        match self.0.verify_server_cert(end_entity, intermediates, name, ocsp, now) {
+        let Some(chain) = &self.chain else { return Ok(ServerCertVerified::assertion()) };
+        match chain.verify_server_cert(end_entity, intermediates, name, ocsp, now) {
             // The name is looked at last, when everything else was right.
             Err(rustls::Error::InvalidCertificate(
                 CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. },
@@ -138,7 +143,8 @@ impl ServerCertVerifier for Nameless {
         certificate: &CertificateDer<'_>,
         signed: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.0.verify_tls12_signature(message, certificate, signed)
+        let known = &self.provider.signature_verification_algorithms;
+        verify_tls12_signature(message, certificate, signed, known)
     }
 
     fn verify_tls13_signature(
@@ -147,49 +153,11 @@ impl ServerCertVerifier for Nameless {
         certificate: &CertificateDer<'_>,
         signed: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.0.verify_tls13_signature(message, certificate, signed)
+        let known = &self.provider.signature_verification_algorithms;
+        verify_tls13_signature(message, certificate, signed, known)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.0.supported_verify_schemes()
-    }
-}
-
-/// Whoever answers, if it has the key of the certificate that it shows.
-#[derive(Debug)]
-struct Unverified(Arc<CryptoProvider>);
-
-impl ServerCertVerifier for Unverified {
-    fn verify_server_cert(
-        &self,
-        _: &CertificateDer<'_>,
-        _: &[CertificateDer<'_>],
-        _: &ServerName<'_>,
-        _: &[u8],
-        _: UnixTime,
-    ) -> Result<ServerCertVerified, rustls::Error> {
-        Ok(ServerCertVerified::assertion())
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signed: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_tls12_signature(message, certificate, signed, &self.0.signature_verification_algorithms)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signed: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_tls13_signature(message, certificate, signed, &self.0.signature_verification_algorithms)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.0.signature_verification_algorithms.supported_schemes()
+        self.provider.signature_verification_algorithms.supported_schemes()
     }
 }

@@ -70,7 +70,7 @@ fn between(sums: &[u32], from: usize, upto: usize) -> u32 {
     joined(sums[from], sums[upto], (upto - from) * BLOCK_LEN)
 }
 
-/// The CRC of bytes with this CRC, followed by so many with that one.
+/// The CRC of bytes whose CRC is `first`, followed by `second_len` bytes whose CRC is `second`.
 fn joined(first: u32, second: u32, second_len: usize) -> u32 {
     crc32c::crc32c_combine(first, second, second_len)
 }

@@ -101,7 +101,7 @@ impl NewKeys {
         run_aside(&**offload, make).await
     }
 
-    /// The slots of the image that this one is like whose secrets nobody has given, so that they open nothing here.
+    /// Slots of the other image whose secrets were not given: they open nothing here.
     pub fn slots_left(&self) -> &[usize] {
         &self.slots_left
     }

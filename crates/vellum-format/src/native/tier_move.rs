@@ -214,7 +214,7 @@ impl Native {
         Ok(filled)
     }
 
-    /// Frees the space of units that are copied. What cannot be read stays as it is, and is told; the rest goes on.
+    /// Frees the space of units that are copied. A unit that cannot be read stays as it is and is reported; the others are moved.
     pub(super) async fn move_units(&self, tier: &Tier, ranges: &[GuestSpan]) -> Result<Moved> {
         let (mut done, mut left) = (Moved::default(), Vec::new());
         if self.engine.geometry.read_only {

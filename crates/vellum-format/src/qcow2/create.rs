@@ -306,16 +306,30 @@ pub async fn create(
     data_file: Option<&SharedStorage>,
     options: &CreateOptions,
 ) -> Result<()> {
+    create_with(storage, data_file, options, async || Ok(())).await
+}
+
+/// As above. `before_data` is awaited when everything but the data file and the header is written, before the data file changes: what
+/// is refused, and what there is no room for, leaves that file as it was.
+///
+/// # Errors
+/// As above, and those of `before_data`.
+pub async fn create_with(
+    storage: &dyn Storage,
+    data_file: Option<&SharedStorage>,
+    options: &CreateOptions,
+    before_data: impl AsyncFnOnce() -> Result<()>,
+) -> Result<()> {
     let options = options.settled();
     let plan = Plan::new(&options)?;
     let header = encode_header(&options, &plan)?;
     let context = || format!("can't create {}", storage.name());
-    fill(storage, data_file, &options, &plan, header).await.context(context)
+    fill(storage, (data_file, before_data), &options, &plan, header).await.context(context)
 }
 
 async fn fill(
     storage: &dyn Storage,
-    data_file: Option<&SharedStorage>,
+    (data_file, before_data): (Option<&SharedStorage>, impl AsyncFnOnce() -> Result<()>),
     options: &CreateOptions,
     plan: &Plan,
     header: Vec<u8>,
@@ -359,6 +373,7 @@ async fn fill(
         storage.write(plan.offset(plan.keys_at()) + at, Buffer::copy_of(&bytes)).await?;
     }
     if let Some(data_file) = data_file {
+        before_data().await?;
         empty_data_file(&**data_file, options).await?;
         preallocate(&**data_file, ImageOffset::ZERO, options.size, options.preallocation).await?;
         data_file.flush().await?;

@@ -94,7 +94,7 @@ mod zero;
 
 pub use crate::image::Files;
 pub use check::recover;
-pub use create::{CreateOptions, Preallocation, create};
+pub use create::{CreateOptions, Preallocation, create, create_with};
 pub(crate) use format::Qcow2Format;
 pub use header::{Compression, Encryption, Header};
 pub use image::Qcow2;

@@ -4,13 +4,13 @@
 //! ```text
 //!   snapshot   [ base ][ packed, 3 ][ base ][ data ]      written since: sub-block 2
 //!   disk       [ base ][ data     ][ data ][ data ]       the unit was copied, so all that it has lies in another place
-//!                        told           told   told       what is read from the base does not
+//!                        marked         marked marked     what is read from the base is not
 //! ```
 //!
-//! 1. What differs is always told.
-//! 2. In a unit of which nothing was written since, nothing is told, packed or not.
-//! 3. In a unit that was written, what is still read from the base is not told. What both have is: only the bytes say that it was
-//!    copied, and not written.
+//! 1. What differs is always marked.
+//! 2. In a unit that was not written since, nothing is marked, whether it is packed or not.
+//! 3. In a unit that was written, what is still read from the base is not marked. What both have is marked: only the bytes say that it was
+//!    copied and not written.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

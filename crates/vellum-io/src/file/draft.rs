@@ -6,8 +6,7 @@
 //!   publish    fsync; rename to NAME; fsync of the directory
 //! ```
 //!
-//! 1. At every moment NAME is either the old file or the complete new one, even after a crash of the machine; or the old one, emptied
-//!    ([`Draft::empty_old`]). Where the
+//! 1. At every moment NAME is either the old file or the complete new one, even after a crash of the machine. Where the
 //!    caller wants no flushes ([`Draft::publish_at_once`]), a crash may leave NAME with a part of the new one.
 //! 2. A draft that is dropped is removed. The draft of a killed program is removed by the next draft of the
 //!    same name, or by one that sweeps its directory ([`Draft::sweep`]). Drafts of one name have the first free numbers, so that nothing has to list the directory: a
@@ -30,7 +29,7 @@ use std::time::Duration;
 
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, Stat, StatxAttributes, StatxFlags};
 use rustix::io::Errno;
-use vellum_core::{Error, ErrorKind, Result, Storage as _};
+use vellum_core::{Error, ErrorKind, Result};
 
 use super::open::{open, sync_directory_of};
 use super::{File, OpenOptions, lock, retry};
@@ -104,19 +103,9 @@ impl Draft {
         self.old.is_some()
     }
 
-    /// The file that it will replace, to be looked at.
+    /// The file that it will replace.
     pub fn old(&self) -> Option<Arc<File>> {
         self.old.as_ref().map(|old| old.file.clone())
-    }
-
-    /// Empties the file that it will replace, durably: what that has would be wrong from now on.
-    ///
-    /// # Errors
-    /// Those of the file system.
-    pub async fn empty_old(&self) -> Result<()> {
-        let Some(old) = &self.old else { return Ok(()) };
-        old.file.set_len(0).await?;
-        old.file.flush().await // commit point
     }
 
     /// Makes its content durable, once it is complete. Then giving it its name takes no time, and its caller can look once more whether

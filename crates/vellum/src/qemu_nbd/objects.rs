@@ -155,7 +155,7 @@ impl Objects {
     }
 }
 
-/// The keys of an object that nobody has looked at.
+/// The keys of an object that were not recognised.
 struct Keys(Vec<(String, String)>);
 
 impl Keys {

@@ -281,4 +281,20 @@ fn an_image_whose_data_file_is_filled_anew_is_emptied() {
     assert_eq!(std::fs::metadata(&target).expect("it is there").len(), 0);
     vellum_of(&convert("t.data", &new)).answer();
     vellum(&["compare", "-q", "-f", "raw", "-F", "qcow2", &new, &target]).answer();
+
+    // What is refused changes nothing: here because the bytes of the disk, which begin the data file, are an image.
+    let (nested, inner) = (dir.text("nested.raw"), dir.text("inner.qcow2"));
+    vellum(&["create", "-q", "-f", "qcow2", &inner, "1M"]).answer();
+    let mut bytes = std::fs::read(&inner).expect("it is there");
+    bytes.resize(1 << 20, 0);
+    std::fs::write(&nested, bytes).expect("a disk");
+    vellum_of(&convert("t.data", &nested)).answer();
+    let failed = vellum_of(&convert("t.data", &old));
+    assert!(failed.code == 1 && failed.err.contains("t.qcow2 is unchanged"), "{}", failed.err);
+    assert!(
+        failed.err.contains("cannot become the data file") && !failed.err.contains("part of the copy"),
+        "{}",
+        failed.err
+    );
+    vellum(&["compare", "-q", "-f", "raw", "-F", "qcow2", &nested, &target]).answer();
 }

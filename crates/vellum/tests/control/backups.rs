@@ -438,6 +438,15 @@ fn a_served_backup_ends_with_its_command() {
     assert!(stopped > 0);
 }
 
+/// Whether a thread of the process is in this call.
+fn waits_in_fsync(pid: &str) -> bool {
+    let number = if cfg!(target_arch = "x86_64") { "74 " } else { "82 " };
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).expect("it runs");
+    let calls =
+        threads.flatten().filter_map(|thread| std::fs::read_to_string(thread.path().join("syscall")).ok());
+    calls.into_iter().any(|call| call.starts_with(number))
+}
+
 /// All of the disk is copied, and the host takes its time to make it durable: whoever ends the command then does not get a backup.
 #[test]
 fn a_backup_whose_command_was_killed_before_the_end_gets_no_name() {
@@ -460,7 +469,7 @@ fn a_backup_whose_command_was_killed_before_the_end_gets_no_name() {
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts");
     let is_draft = |name: &String| name.contains(".vellum-");
     super::support::until("there is a draft", || dir.names().iter().any(is_draft));
-    std::thread::sleep(Duration::from_millis(1500));
+    super::support::until("the draft is being made durable", || waits_in_fsync(&pid));
     child.kill().expect("it waits for the answer");
     child.wait().expect("a child");
     super::support::until("the draft is removed", || !dir.names().iter().any(is_draft));

@@ -1,4 +1,4 @@
-//! Lists of exports, and who is let in by the name of a certificate: both programs as servers, both as clients, in every pairing.
+//! Lists of exports, and clients that are admitted by the name of a certificate: both programs as servers, both as clients, in every pairing.
 
 use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! TLS for NBD clients: the certificates, and who is let in.
+//! TLS for NBD clients: the certificates, and the list of clients that are admitted.
 
 use std::path::PathBuf;
 
@@ -52,7 +52,7 @@ impl TlsArgs {
         self.tls_certificates.is_some()
     }
 
-    /// The certificates, and who is let in, if there is to be TLS.
+    /// The certificates and the access list, if there is to be TLS.
     pub(super) fn files(&self, speaks_nbd: bool) -> Result<Option<TlsFiles>> {
         let Some(directory) = &self.tls_certificates else { return Ok(None) };
         if !speaks_nbd {

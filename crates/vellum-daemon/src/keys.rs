@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use vellum_core::{Context as _, Error, Offload, Result};
 use vellum_format::FormatKind;
+pub use vellum_format::luks::KeysChanged;
 use vellum_format::luks::{
     Hash, KeyArea, KeyChange, Mode, NewHeader, NewKeys, SLOTS, Secret, Secrets, TIME_DEFAULT, change_keys,
     iterations_for, system_chance,
@@ -166,7 +167,7 @@ fn not_encrypted(path: &Path) -> Error {
     Error::invalid(format!("{} is not encrypted with LUKS: it has no keys", path.display()))
 }
 
-/// Changes the keys of an image that no program has open. Returns the slots that were changed. Must be called on a
+/// Changes the keys of an image that no program has open. Must be called on a
 /// worker.
 ///
 /// # Errors
@@ -177,7 +178,7 @@ pub async fn change(
     format: Option<FormatKind>,
     secrets: &Arc<Secrets>,
     wish: &KeyWish,
-) -> Result<Vec<usize>> {
+) -> Result<KeysChanged> {
     let (storage, kind) = open_file(path, &ImageOptions { format, ..ImageOptions::default() }).await?;
     let head = kind.format().read(&*storage).await?;
     let area: KeyArea = head.key_area().ok_or_else(|| not_encrypted(path))?;

@@ -8,13 +8,15 @@ use std::cell::RefCell;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::{QcowSetup, SECRET, cipher_of, encrypted, scale, sim};
 use futures_lite::future::block_on;
 use vellum_core::contract::{self, DiskFixture};
 use vellum_core::{
-    Buffer, CheckedDisk, Disk, ErrorKind, GuestOffset, Inline, LocalFuture, MemoryDisk, MemoryStorage,
-    Random, Result, SharedDisk, SharedStorage, WriteFlags, ZeroFlags,
+    Buffer, CheckedDisk, Disk, Error, ErrorKind, GuestOffset, ImageOffset, ImageSpan, Inline, Limits,
+    LocalFuture, MemoryDisk, MemoryStorage, Random, Result, SharedDisk, SharedStorage, Storage, StorageRun,
+    WriteFlags, ZeroFlags, Zeroes,
 };
 use vellum_format::FormatKind;
 use vellum_format::image::OpenOptions as AnyOptions;
@@ -231,7 +233,9 @@ fn keys_open_an_image_until_they_are_removed() {
                 Ok(())
             };
             let place: Arc<dyn vellum_core::Offload> = Arc::new(Inline);
-            change_keys(area, &shared, &secrets(given), &change, &mut chance, &place).await
+            change_keys(area, &shared, &secrets(given), &change, &mut chance, &place)
+                .await
+                .map(|changed| changed.slots)
         };
         let add = |text: &str, slot| {
             let secret = Secret::new(text.into()).unwrap();
@@ -273,6 +277,140 @@ fn keys_open_an_image_until_they_are_removed() {
         assert!(report.is_clean(), "keys are not leaked: {report:?}");
         shared.write(area.span.start(), Buffer::copy_of(b"SKUL")).await.unwrap();
         assert_eq!(reads(&["another"]).await.unwrap_err().kind(), ErrorKind::Corrupt);
+    });
+}
+
+/// An image one write or flush of which fails, counted from 0.
+struct Failing {
+    image: Arc<MemoryStorage>,
+    fails: usize,
+    changes: AtomicUsize,
+}
+
+impl Failing {
+    fn may_change(&self) -> Result<()> {
+        match self.changes.fetch_add(1, Ordering::Relaxed) == self.fails {
+            true => Err(Error::new(ErrorKind::Io, "the drive failed")),
+            false => Ok(()),
+        }
+    }
+}
+
+impl Storage for Failing {
+    fn name(&self) -> &str {
+        self.image.name()
+    }
+
+    fn limits(&self) -> &Limits {
+        self.image.limits()
+    }
+
+    fn len(&self) -> u64 {
+        self.image.len()
+    }
+
+    fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+        self.image.read(at, buffer)
+    }
+
+    fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            self.may_change()?;
+            self.image.write(at, data).await
+        })
+    }
+
+    fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            self.may_change()?;
+            self.image.flush().await
+        })
+    }
+
+    fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>> {
+        self.image.write_zeroes(span, how)
+    }
+
+    fn discard(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
+        self.image.discard(span)
+    }
+
+    fn set_len(&self, len: u64) -> LocalFuture<'_, Result<()>> {
+        self.image.set_len(len)
+    }
+
+    fn preallocate(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
+        self.image.preallocate(span)
+    }
+
+    fn runs(&self, span: ImageSpan) -> LocalFuture<'_, Result<Vec<StorageRun>>> {
+        self.image.runs(span)
+    }
+}
+
+/// A change of keys that fails says what may be so, and can be repeated.
+#[test]
+fn keys_on_a_drive_that_fails_are_told_as_they_are() {
+    block_on(async {
+        let image = MemoryStorage::new("image");
+        create(&*image, None, &encrypted(plain(4096))).await.unwrap();
+        let shared: SharedStorage = image.clone();
+        let area = FormatKind::Qcow2.format().read(&*shared).await.unwrap().key_area().unwrap();
+        let mut random = Random::from_seed(6);
+        let mut change = async |fails: usize, change: &KeyChange| {
+            let mut chance = |bytes: &mut [u8]| {
+                random.fill(bytes);
+                Ok(())
+            };
+            let place: Arc<dyn vellum_core::Offload> = Arc::new(Inline);
+            let failing: SharedStorage =
+                Arc::new(Failing { image: image.clone(), fails, changes: AtomicUsize::new(0) });
+            change_keys(area, &failing, &secrets(&[SECRET]), change, &mut chance, &place).await
+        };
+        let header = async || area.header(&*shared).await.unwrap();
+        let is_there = async |slot: usize| header().await.slot_iterations(slot).is_some();
+        let material = async |slot: usize| {
+            let (at, len) = header().await.material(slot);
+            shared.read(area.span.start() + at, Buffer::zeroed(len)).await.unwrap().to_vec()
+        };
+        let secret = Secret::new("more".into()).unwrap();
+        let add = KeyChange::Add { secret: secret.clone(), slot: Some(1), iterations: 1000 };
+        // The material and the two sectors of the header, each with a flush.
+        for fails in 0..6 {
+            let said = change(fails, &add).await.unwrap_err().chain();
+            let may_be_there = said.contains("the new key may be in slot 1 now, or may not");
+            assert_eq!(may_be_there, fails >= 2, "{fails}: {said}");
+            assert_eq!(is_there(1).await, fails == 5, "{fails}");
+            if fails == 5 {
+                assert!(said.contains("`vellum key remove --slot 1`"), "{said}");
+                assert!(!change(usize::MAX, &KeyChange::Remove { slot: 1 }).await.unwrap().was_empty);
+            }
+        }
+        for by_secret in [false, true] {
+            let remove = match by_secret {
+                true => KeyChange::RemoveSecret { secret: secret.clone() },
+                false => KeyChange::Remove { slot: 1 },
+            };
+            for fails in 0..6 {
+                change(usize::MAX, &add).await.unwrap();
+                let before = material(1).await;
+                let said = change(fails, &remove).await.unwrap_err().chain();
+                let words = match fails {
+                    ..4 => "the key in slot 1 may be gone, or may not",
+                    _ => "its key material could not be overwritten and may still be there",
+                };
+                assert!(said.contains(words) && said.contains("`vellum key remove --slot 1`"), "{said}");
+                assert_eq!(is_there(1).await, fails < 3, "{fails}");
+                assert_eq!(material(1).await == before, fails < 5, "{fails}");
+                // As advised.
+                let again = change(usize::MAX, &KeyChange::Remove { slot: 1 }).await.unwrap();
+                assert_eq!((again.slots, again.was_empty), (vec![1], fails >= 3), "{fails}");
+                assert!(!is_there(1).await && is_there(0).await && material(1).await != before, "{fails}");
+            }
+        }
+        let said = change(usize::MAX, &KeyChange::Remove { slot: 8 }).await.unwrap_err().chain();
+        assert!(said.contains("no key in slot 8"), "{said}");
+        open_with(&image, &[SECRET]).await.unwrap().close().await.unwrap();
     });
 }
 

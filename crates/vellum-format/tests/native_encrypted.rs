@@ -127,7 +127,9 @@ fn keys_open_an_image_until_they_are_removed() {
                     Ok(())
                 };
                 let place: Arc<dyn Offload> = Arc::new(Inline);
-                change_keys(area, &image, &secrets(given), &change, &mut chance, &place).await
+                change_keys(area, &image, &secrets(given), &change, &mut chance, &place)
+                    .await
+                    .map(|changed| changed.slots)
             };
             let add = |text: &str| {
                 let secret = Secret::new(text.into()).unwrap();

@@ -10,15 +10,15 @@
 //!
 //! 1. A slot that is marked as in use has its material. Slot 6 has the end of its salt in the second sector, which is
 //!    written before its state.
-//! 2. A removed slot's material is destroyed only once the slot is durably marked as empty. A crash in between leaves
-//!    material without its salt, which is of no use.
+//! 2. A removed slot's material is destroyed only once the slot is durably marked as empty. A crash or an error in between leaves
+//!    material without its salt; to remove an empty slot overwrites what is in its place.
 //! 3. At each moment at least one slot holds the key: a crash cannot lose it. What would remove the last one changes
 //!    nothing.
 
 use std::sync::Arc;
 
 use vellum_core::{Buffer, Context, Error, ImageOffset, Offload, Result, SharedStorage};
-use vellum_luks::{Chance, Header, SECTOR, Secret, Secrets};
+use vellum_luks::{Chance, Header, SECTOR, SLOTS, Secret, Secrets};
 
 use super::area::{KeyArea, Unlock};
 
@@ -46,8 +46,23 @@ pub enum KeyChange {
     },
 }
 
-/// Changes the keys of a closed image. `secrets` have one that opens it, where a key is added. Returns the slots that
-/// were changed.
+/// What was done.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KeysChanged {
+    /// The slots that were changed.
+    pub slots: Vec<usize>,
+    /// The slot to be removed was empty already: its key material was overwritten once more.
+    pub was_empty: bool,
+}
+
+impl KeysChanged {
+    fn of(slots: Vec<usize>) -> Self {
+        Self { slots, was_empty: false }
+    }
+}
+
+/// Changes the keys of a closed image. `secrets` have one that opens it, where a key is added. A slot that is removed may be empty:
+/// its key material is overwritten again, as an earlier removal may have failed to do.
 ///
 /// # Errors
 /// `Invalid` for a wrong secret, a slot that is not as it must be, or when no key would be left; those of the storage.
@@ -58,7 +73,7 @@ pub async fn change_keys(
     change: &KeyChange,
     chance: &mut Chance<'_>,
     offload: &Arc<dyn Offload>,
-) -> Result<Vec<usize>> {
+) -> Result<KeysChanged> {
     let changed = change_inner(area, image, secrets, change, chance, offload).await;
     changed.context(|| format!("can't change the keys of {}", image.name()))
 }
@@ -70,7 +85,7 @@ async fn change_inner(
     change: &KeyChange,
     chance: &mut Chance<'_>,
     offload: &Arc<dyn Offload>,
-) -> Result<Vec<usize>> {
+) -> Result<KeysChanged> {
     let mut header = area.header(&**image).await?;
     match change {
         KeyChange::Add { secret, slot, iterations } => {
@@ -81,23 +96,35 @@ async fn change_inner(
                     .free_slot()
                     .ok_or_else(|| Error::invalid("all 8 key slots are in use: remove one"))?,
             };
-            if slot >= vellum_luks::SLOTS {
+            if slot >= SLOTS {
                 return Err(Error::invalid(format!("there is no key slot {slot}: they are 0 to 7")));
             }
             let (key, _) = area.open(&header, image, &unlock).await?;
             let material = header.fill_slot(slot, &key, secret, *iterations, chance)?;
             write_material(area, image, &header, slot, &material).await?;
-            write_header(area, image, &header).await?;
-            Ok(vec![slot])
+            write_header(area, image, &header).await.context(|| {
+                format!(
+                    "the new key may be in slot {slot} now, or may not (`vellum key list` shows the slots): if it is, do not add \
+                     it again, or remove it with `vellum key remove --slot {slot}`"
+                )
+            })?;
+            Ok(KeysChanged::of(vec![slot]))
+        }
+        KeyChange::Remove { slot } if *slot < SLOTS && header.slot_iterations(*slot).is_none() => {
+            wipe(area, image, &header, *slot, chance).await?;
+            Ok(KeysChanged { slots: vec![*slot], was_empty: true })
         }
         KeyChange::Remove { slot } => {
             remove(area, image, &mut header, *slot, chance).await?;
-            Ok(vec![*slot])
+            Ok(KeysChanged::of(vec![*slot]))
         }
         KeyChange::RemoveSecret { secret } => {
             let slots = slots_of(area, image, &header, secret).await?;
             if slots.is_empty() {
-                return Err(Error::invalid("no key slot is opened by this secret"));
+                return Err(Error::invalid(
+                    "no key slot is opened by this secret (if an earlier removal failed to overwrite its key material, \
+                     `vellum key remove --slot N` does it)",
+                ));
             }
             if slots.len() == header.active_slots().count() {
                 return Err(Error::invalid(
@@ -108,7 +135,7 @@ async fn change_inner(
             for slot in &slots {
                 remove(area, image, &mut header, *slot, chance).await?;
             }
-            Ok(slots)
+            Ok(KeysChanged::of(slots))
         }
     }
 }
@@ -138,10 +165,34 @@ async fn remove(
     chance: &mut Chance<'_>,
 ) -> Result<()> {
     header.clear_slot(slot)?;
+    write_header(area, image, header).await.context(|| {
+        format!(
+            "the key in slot {slot} may be gone, or may not (`vellum key list` shows the slots): repeat it with `vellum key remove \
+             --slot {slot}`"
+        )
+    })?;
+    wipe(area, image, header, slot, chance).await
+}
+
+/// Overwrites the key material of an empty slot.
+async fn wipe(
+    area: KeyArea,
+    image: &SharedStorage,
+    header: &Header,
+    slot: usize,
+    chance: &mut Chance<'_>,
+) -> Result<()> {
     let mut nothing = vec![0; header.material(slot).1];
-    chance(&mut nothing)?;
-    write_header(area, image, header).await?;
-    write_material(area, image, header, slot, &nothing).await
+    let wiped = match chance(&mut nothing) {
+        Ok(()) => write_material(area, image, header, slot, &nothing).await,
+        Err(error) => Err(error),
+    };
+    wiped.context(|| {
+        format!(
+            "the key in slot {slot} is gone from the header, and its secret opens the image no more, but its key material could \
+             not be overwritten and may still be there: repeat that with `vellum key remove --slot {slot}`"
+        )
+    })
 }
 
 async fn write_material(

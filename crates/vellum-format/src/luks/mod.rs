@@ -27,7 +27,7 @@ mod two;
 
 pub use area::KeyArea;
 pub(crate) use area::{Unlock, refuse_weak, refuse_without_secret};
-pub use change::{KeyChange, change_keys};
+pub use change::{KeyChange, KeysChanged, change_keys};
 pub(crate) use ciphered::{Ciphered, Unwritten};
 pub(crate) use facts::facts;
 pub(crate) use format::LuksFormat;

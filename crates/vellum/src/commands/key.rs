@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::Subcommand;
 use serde_json::json;
 use vellum_core::{Error, Result};
-use vellum_daemon::keys::{KeyWish, change, list};
+use vellum_daemon::keys::{KeyWish, KeysChanged, change, list};
 use vellum_daemon::{FormatKind, IoMode, run as run_worker};
 
 use super::Outcome;
@@ -62,7 +62,7 @@ struct Add {
 /// The last key is never removed. Copies of the image that were made before can still be opened.
 #[derive(clap::Args)]
 struct Remove {
-    /// Empty this slot, 0 to 7
+    /// Empty this slot, 0 to 7; if it has no key, only overwrite its key material again
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=7), conflicts_with = "old_secret")]
     slot: Option<u8>,
     /// Empty the slots that this secret opens: the id of one that is given with --secret
@@ -139,9 +139,14 @@ fn show(common: &Common) -> Result<()> {
 fn carry_out(common: &Common, secrets: &SecretArgs, wish: &KeyWish, word: &str, done: &str) -> Result<()> {
     let secrets = secrets.read()?;
     let work = async || change(&common.file, common.format, &secrets, wish).await;
-    let slots = run_worker(IoMode::Auto, work)??;
+    let KeysChanged { slots, was_empty } = run_worker(IoMode::Auto, work)??;
     let numbers: Vec<String> = slots.iter().map(usize::to_string).collect();
     match common.output {
+        OutputFormat::Human if was_empty => say(&format!(
+            "{}: slot {} had no key: its key material was overwritten again",
+            common.file.display(),
+            numbers.join(", ")
+        )),
         OutputFormat::Human => {
             say(&format!("{}: {done} (slot {})", common.file.display(), numbers.join(", ")))
         }

@@ -243,6 +243,9 @@ fn keys_of(format: &str) {
     }
     vellum(&["key", "remove", &option, &old, "--old-secret", "old", &image]).answer();
     refused(1, &["no secret that was given opens"], &["convert", &option, &old, &image, &raw]);
+    // As after a removal that failed in the middle.
+    let again = vellum(&["key", "remove", "--slot", "0", &image]).answer();
+    assert!(again.contains("slot 0 had no key: its key material was overwritten again"), "{again}");
     refused(1, &["last key"], &["key", "remove", "--slot", "1", &image]);
     let all = ["key", "remove", &option, &new, "--old-secret", "new", &image];
     refused(1, &["every key slot"], &all);

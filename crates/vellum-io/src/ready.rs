@@ -9,7 +9,7 @@ use std::sync::Arc;
 use vellum_core::{Error, Result};
 
 use crate::driver::op::{Op, Readiness};
-use crate::driver::submit;
+use crate::driver::{submit, why_given_up};
 
 /// Waits, on a worker, until the descriptor can be read without blocking, or will never have anything to
 /// read. Another reader may be faster: a caller that must not block makes the descriptor non-blocking.
@@ -28,7 +28,9 @@ async fn until(descriptor: &Arc<OwnedFd>, readiness: Readiness) -> Result<()> {
         match result {
             Ok(_) => return Ok(()),
             Err(libc::EINTR | libc::EAGAIN) => {}
-            Err(errno) => return Err(Error::os(errno, "can't wait for a descriptor")),
+            Err(errno) => {
+                return Err(Error::os(errno, format!("can't wait for a descriptor{}", why_given_up())));
+            }
         }
     }
 }

@@ -127,6 +127,10 @@ pub(crate) fn current_driver() -> Rc<Driver> {
     current(|worker| worker.driver.clone())
 }
 
+pub(crate) fn try_current_driver() -> Option<Rc<Driver>> {
+    try_current(|worker| worker.driver.clone())
+}
+
 pub(crate) fn current_timers() -> Rc<Timers> {
     current(|worker| worker.timers.clone())
 }

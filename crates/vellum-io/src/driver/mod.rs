@@ -72,6 +72,14 @@ impl Driver {
         }
     }
 
+    /// Why the kernel takes no more operations, if it does not.
+    fn given_up(&self) -> Option<i32> {
+        match self {
+            Self::Uring(ring) => ring.given_up(),
+            Self::Threads(_) => None,
+        }
+    }
+
     fn start(&self, op: Op) -> usize {
         match self {
             Self::Uring(ring) => ring.start(op),
@@ -160,6 +168,17 @@ impl Drop for Submission {
         if let Some(key) = self.key {
             self.driver.abandon(key);
         }
+    }
+}
+
+/// What is added to the error of an operation, where it is this worker's way to the kernel that has failed.
+pub(crate) fn why_given_up() -> String {
+    match worker::try_current_driver().and_then(|driver| driver.given_up()) {
+        None => String::new(),
+        Some(errno) => format!(
+            ", because the kernel refuses all that is asked over io_uring ({}): this program has to be started again",
+            std::io::Error::from_raw_os_error(errno)
+        ),
     }
 }
 

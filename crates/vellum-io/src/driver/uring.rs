@@ -17,7 +17,10 @@
 //!    again.
 //! 5. An operation that occupies a kernel thread until it ends is submitted only within the share of its
 //!    backend (`shares`). The same holds for copies beyond [`COPIED_MAX`] in one turn.
-//! 6. Before the ring is closed, everything in flight has ended, except device commands, which use no memory
+//! 6. A ring that the kernel refuses to enter is entered again, with pauses, and given up after [`REFUSALS_MAX`] times in turn, or
+//!    at once where the reason does not pass. From then on it is never entered: what it was not told yet fails, and so does what
+//!    begins later. What the kernel has stays in its slot until the kernel ends it, which takes no entering.
+//! 7. Before the ring is closed, everything in flight has ended, except device commands, which use no memory
 //!    of ours and end with the ring. Where the kernel refuses even that, memory is leaked rather than freed
 //!    while in use.
 //!
@@ -33,7 +36,7 @@ use std::time::{Duration, Instant};
 
 use io_uring::types::{Fd, SubmitArgs, Timespec};
 use io_uring::{IoUring, cqueue, opcode, squeue};
-use rustix::event::{EventfdFlags, eventfd};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use smallvec::SmallVec;
 
 use super::choose::{NoRing, check_abilities};
@@ -63,6 +66,17 @@ const COPIED_MIN: usize = 128 << 10;
 /// How often a busy-polling worker pauses before it reads the clock, which costs more.
 const LOOKS_BESIDE_CLOCK: u32 = 16;
 
+/// How often in turn the kernel may refuse to enter the ring for a reason that may pass: it is out of memory, or busy.
+const REFUSALS_MAX: u32 = 100;
+
+/// So often it is asked again at once. After that the worker pauses, twice as long each time, up to the longest pause: with all
+/// refusals some eight seconds.
+const REFUSALS_AT_ONCE: u32 = 16;
+const PAUSE_MAX: Duration = Duration::from_millis(100);
+
+/// How often the worker of a ring that was given up looks for what the kernel has ended.
+const LOOK_AGAIN: Duration = Duration::from_millis(10);
+
 /// How long to wait for operations to end, when shutting down, before asking them again to hurry.
 const DRAIN_PATIENCE: Duration = Duration::from_secs(1);
 
@@ -80,6 +94,12 @@ struct Ring {
     /// How many threads the kernel may have.
     threads: u32,
     backlog: VecDeque<squeue::Entry>,
+    /// The `user_data` of what is in the submission queue, in its order.
+    queued: VecDeque<u64>,
+    /// How often in turn the kernel has refused to enter it.
+    refusals: u32,
+    /// Why it was given up.
+    given_up: Option<i32>,
     wakeup: Arc<Wakeup>,
     /// Where the kernel puts the count of the eventfd. Boxed, because the ring may move.
     wake_count: Box<[u8; 8]>,
@@ -111,6 +131,9 @@ impl Uring {
             copied: 0,
             threads: 0,
             backlog: VecDeque::new(),
+            queued: VecDeque::new(),
+            refusals: 0,
+            given_up: None,
             wakeup: wakeup.clone(),
             wake_count: Box::new([0; 8]),
             wake_armed: false,
@@ -126,6 +149,10 @@ impl Uring {
         let ring = &mut *self.ring.borrow_mut();
         let line = op.waits_for().map(Line::Waits).or_else(|| ring.copies(&op));
         let key = ring.slots.insert(Held::new(op, line));
+        if let Some(errno) = ring.given_up {
+            ring.end(key, Err(errno));
+            return key;
+        }
         let may_begin = line.is_none_or(|line| ring.shares.enter(line, key));
         ring.allow_threads();
         if may_begin {
@@ -160,14 +187,23 @@ impl Uring {
     pub(crate) fn submit(&self) {
         let mut ring = self.ring.borrow_mut();
         if ring.has_business() {
-            ring.enter(None).expect("the kernel takes entries of a ring it has made");
+            ring.enter(None);
         }
+    }
+
+    /// Why the kernel is no longer asked for anything, if it is not.
+    pub(crate) fn given_up(&self) -> Option<i32> {
+        self.ring.borrow().given_up
     }
 
     /// Submits what has gathered and waits until an operation ends, another thread rings, or `patience` is
     /// over.
     pub(crate) fn wait(&self, patience: Option<Duration>) {
         let mut ring = self.ring.borrow_mut();
+        if ring.given_up.is_some() {
+            ring.wait_without_entering(patience);
+            return;
+        }
         ring.arm_wake();
         let begun = ring.watch.is_on().then(Instant::now);
         let has_news = match (begun, ring.watch.time(patience)) {
@@ -179,7 +215,7 @@ impl Uring {
             let looked = begun.map_or(Duration::ZERO, |begun| begun.elapsed());
             let patience = patience.map(|patience| patience.saturating_sub(looked));
             let wait = (!has_news).then_some(Wait { patience });
-            ring.enter(wait).expect("the kernel takes entries of a ring it has made");
+            ring.enter(wait);
         }
         if let Some(begun) = begun {
             ring.watch.note(begun.elapsed());
@@ -189,7 +225,7 @@ impl Uring {
     /// Waits for the end of everything in flight.
     pub(crate) fn close(&self) {
         let mut ring = self.ring.borrow_mut();
-        if ring.drain().is_err() {
+        if !ring.drain() {
             ring.slots.leak();
             std::mem::forget(std::mem::take(&mut ring.wake_count));
             ring.wake_armed = false;
@@ -230,6 +266,9 @@ struct Wait {
 
 impl Ring {
     fn push(&mut self, entry: squeue::Entry) {
+        if self.given_up.is_some() {
+            return;
+        }
         if !self.backlog.is_empty() || !self.try_push(&entry) {
             self.backlog.push_back(entry);
         }
@@ -238,8 +277,14 @@ impl Ring {
     fn try_push(&mut self, entry: &squeue::Entry) -> bool {
         let mut queue = self.io.submission();
         // SAFETY: what the entry points to is kept by its slot (or by the ring, for the eventfd) until the
-        // terminal completion: invariant 1.
-        unsafe { queue.push(entry) }.is_ok()
+        // terminal completion: invariant 1. One that the kernel never took has none, and its slot may end then, because
+        // the ring is not entered any more: invariant 6.
+        let is_pushed = unsafe { queue.push(entry) }.is_ok();
+        drop(queue);
+        if is_pushed {
+            self.queued.push_back(entry.get_user_data());
+        }
+        is_pushed
     }
 
     /// Puts the operation in this slot into the queue.
@@ -302,6 +347,21 @@ impl Ring {
         }
     }
 
+    /// The operation has ended, and the next one in its line begins.
+    fn end_and_pass_on(&mut self, key: usize, result: OpResult) {
+        let mut ended = Some((key, result));
+        while let Some((key, result)) = ended.take() {
+            let line = self.slots.held(key).line;
+            self.end(key, result);
+            let next = line.and_then(|line| self.shares.leave(line));
+            match (next, self.given_up) {
+                (None, _) => {}
+                (Some(next), None) => self.begin(next),
+                (Some(next), Some(errno)) => ended = Some((next, Err(errno))),
+            }
+        }
+    }
+
     fn push_cancel(&mut self, target: u64) {
         self.push(opcode::AsyncCancel::new(target).build().user_data(CANCEL));
     }
@@ -337,7 +397,7 @@ impl Ring {
     /// Submits everything and busy-polls for a completion, for at most `most` after `begun`.
     fn look(&mut self, begun: Instant, most: Duration) -> bool {
         if self.has_business() {
-            self.enter(None).expect("the kernel takes entries of a ring it has made");
+            self.enter(None);
         }
         while !self.has_news() {
             if begun.elapsed() >= most {
@@ -353,31 +413,81 @@ impl Ring {
         !self.io.completion().is_empty() || self.io.submission().taskrun()
     }
 
-    /// Submits everything; then waits for a completion, if requested and there is none.
-    fn enter(&mut self, wait: Option<Wait>) -> io::Result<()> {
-        loop {
+    /// Submits everything; then waits for a completion, if requested and there is none. Where the kernel refuses, the caller comes
+    /// again.
+    fn enter(&mut self, wait: Option<Wait>) {
+        while self.given_up.is_none() {
             self.push_backlog();
             self.copied = 0;
             let last = self.backlog.is_empty();
             let idle = self.io.completion().is_empty();
             let entered = match &wait {
                 Some(wait) if last && idle => self.submit_and_wait(wait),
-                Some(_) if !self.has_business() => return Ok(()),
+                Some(_) if !self.has_business() => return,
                 _ => self.io.submit(),
             };
-            match entered.map_err(|error| (error.raw_os_error(), error)) {
-                Ok(_) if last => return Ok(()),
-                Ok(_) => {}
+            let left = self.io.submission().len();
+            let taken = self.queued.len().saturating_sub(left);
+            self.queued.drain(..taken);
+            match entered.map_err(|error| error.raw_os_error().unwrap_or(libc::EIO)) {
+                Ok(_) => self.refusals = 0,
                 // A signal, or the end of our patience.
-                Err((Some(libc::EINTR | libc::ETIME), _)) => return Ok(()),
-                // The kernel requires its completions to be fetched first, or is out of memory for now.
-                Err((Some(libc::EBUSY), _)) => return Ok(()),
-                Err((Some(libc::EAGAIN | libc::ENOMEM), _)) => {
-                    std::thread::yield_now();
-                    return Ok(());
+                Err(libc::EINTR | libc::ETIME) => {
+                    self.refusals = 0;
+                    return;
                 }
-                Err((_, error)) => return Err(error),
+                Err(errno) => return self.refused(errno, idle && taken == 0),
             }
+            if last {
+                return;
+            }
+        }
+    }
+
+    /// The kernel did not let us in. Pauses, so that it is not asked again at once for long. `is_in_vain` says that nothing has
+    /// come of it, and there is nothing to be fetched first.
+    fn refused(&mut self, errno: i32, is_in_vain: bool) {
+        self.refusals = if is_in_vain { self.refusals + 1 } else { 0 };
+        match errno {
+            // It is out of memory for now, or wants its completions to be fetched first.
+            libc::EAGAIN | libc::ENOMEM | libc::EBUSY if self.refusals < REFUSALS_MAX => {
+                match self.refusals.checked_sub(REFUSALS_AT_ONCE) {
+                    None => std::thread::yield_now(),
+                    Some(pauses) => std::thread::sleep(pause(pauses)),
+                }
+            }
+            // These would be taken for an answer of the file.
+            libc::EAGAIN | libc::EBUSY => self.give_up(libc::EIO),
+            errno => self.give_up(errno),
+        }
+    }
+
+    /// Enters the ring never again. What the kernel was not told fails; what it has stays until it ends.
+    fn give_up(&mut self, errno: i32) {
+        self.given_up = Some(errno);
+        let backlog = std::mem::take(&mut self.backlog);
+        let untold = std::mem::take(&mut self.queued).into_iter();
+        for data in untold.chain(backlog.iter().map(squeue::Entry::get_user_data)) {
+            match data {
+                WAKE => self.wake_armed = false,
+                CANCEL => {}
+                key => self.end_and_pass_on(slot_of(key), Err(errno)),
+            }
+        }
+    }
+
+    /// Waits for another thread's ring, or until `patience` is over, and looks from time to time for what has ended: the kernel
+    /// says so also to a thread that does not enter the ring.
+    fn wait_without_entering(&mut self, patience: Option<Duration>) {
+        if self.has_news() || !self.aftermath.is_empty() {
+            return;
+        }
+        let most = patience.map_or(LOOK_AGAIN, |patience| patience.min(LOOK_AGAIN));
+        let bell = self.wakeup.eventfd().expect("a ring's bell is an eventfd");
+        let time = rustix::event::Timespec { tv_sec: 0, tv_nsec: most.subsec_nanos().into() };
+        let rung = poll(&mut [PollFd::new(bell, PollFlags::IN)], Some(&time));
+        if rung.is_ok_and(|rung| rung > 0) {
+            let _ = rustix::io::read(bell, &mut [0; 8]);
         }
     }
 
@@ -400,16 +510,11 @@ impl Ring {
                 WAKE => self.wake_armed = false,
                 CANCEL => {}
                 key => {
-                    let key = usize::try_from(key).expect("the number of a slot");
                     let result = match completion.result() {
                         result @ 0.. => Ok(result.cast_unsigned()),
                         errno => Err(-errno),
                     };
-                    let line = self.slots.held(key).line;
-                    self.end(key, result);
-                    if let Some(next) = line.and_then(|line| self.shares.leave(line)) {
-                        self.begin(next);
-                    }
+                    self.end_and_pass_on(slot_of(key), result);
                 }
             }
         }
@@ -421,10 +526,13 @@ impl Ring {
         keys.into_iter().any(|key| !self.slots.held(key).op.ends_with_its_ring())
     }
 
-    /// Waits for the end of everything in flight.
-    fn drain(&mut self) -> io::Result<()> {
+    /// Waits for the end of everything in flight; false when the ring was given up, and not all has ended.
+    fn drain(&mut self) -> bool {
         let mut cancel = true;
         while self.has_to_end() || self.wake_armed {
+            if self.given_up.is_some() {
+                return false;
+            }
             if cancel {
                 for key in self.slots.running_keys() {
                     if self.slots.held(key).op.may_cancel() {
@@ -436,11 +544,11 @@ impl Ring {
                 }
             }
             let before = self.slots.running();
-            self.enter(Some(Wait { patience: Some(DRAIN_PATIENCE) }))?;
+            self.enter(Some(Wait { patience: Some(DRAIN_PATIENCE) }));
             self.reap();
             cancel = self.slots.running() == before;
         }
-        Ok(())
+        true
     }
 }
 
@@ -457,6 +565,16 @@ impl Aftermath {
             held.op.discard(result);
         }
     }
+}
+
+/// The slot that an entry belongs to.
+fn slot_of(data: u64) -> usize {
+    usize::try_from(data).expect("the number of a slot")
+}
+
+/// How long the worker pauses after so many pauses.
+fn pause(pauses: u32) -> Duration {
+    Duration::from_millis(1 << pauses.min(7)).min(PAUSE_MAX)
 }
 
 /// The best ring that the kernel provides. The flags say that one thread uses the ring and enters it often,

@@ -50,7 +50,7 @@ pub use open::OpenOptions;
 
 use crate::blocking::unblock_on;
 use crate::driver::op::Op;
-use crate::driver::submit;
+use crate::driver::{submit, why_given_up};
 use direct::Direct;
 use gate::Passage;
 use handle::Handle;
@@ -91,7 +91,7 @@ enum Kind {
 impl File {
     /// What was being done, for an error about a run of this file.
     fn doing(&self, what: &str, at: u64, len: u64) -> String {
-        format!("can't {what} {len} bytes at {at:#x} of {}", self.name)
+        format!("can't {what} {len} bytes at {at:#x} of {}{}", self.name, why_given_up())
     }
 
     /// Whether a change may be made at all.
@@ -141,7 +141,7 @@ impl File {
         let (result, _) = submit(Op::Sync(self.handle.clone())).await;
         match result {
             Ok(_) => Ok(()),
-            Err(errno) => Err(Error::os(errno, format!("can't flush {}", self.name))),
+            Err(errno) => Err(Error::os(errno, format!("can't flush {}{}", self.name, why_given_up()))),
         }
     }
 

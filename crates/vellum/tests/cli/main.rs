@@ -61,6 +61,7 @@ mod named;
 mod notify;
 mod output;
 mod published;
+mod refused_ring;
 mod remote;
 mod signals;
 mod sizes;

@@ -132,6 +132,10 @@ fn main() -> io::Result<()> {
         let said = [&[mode][..], &vellum_remote::nbd::fuzz::greeting_and_facts()].concat();
         write(&root.join("nbd_client"), &format!("handshake-{mode:02}"), &said)?;
     }
+    for (mode, how) in [(0, [true, true]), (2, [false, true]), (58, [false, false])] {
+        let said = [&[mode][..], &vellum_remote::nbd::fuzz::listing(how[0], how[1])].concat();
+        write(&root.join("nbd_list"), &format!("listing-{mode:02}"), &said)?;
+    }
     for (index, memory) in vellum_export::vhost::fuzz::seeds().into_iter().enumerate() {
         write(&root.join("vhost_request"), &format!("memory-{index}"), &memory)?;
     }

@@ -24,7 +24,7 @@ struct Target {
     ci_inputs: u64,
 }
 
-const TARGETS: [Target; 25] = [
+const TARGETS: [Target; 26] = [
     Target { name: "qcow2_open", input_bytes_max: 96 << 10, ci_inputs: 16_000 },
     Target { name: "qcow2_ops", input_bytes_max: 512, ci_inputs: 4_000 },
     Target { name: "qcow2_journal", input_bytes_max: 1024, ci_inputs: 16_000 },
@@ -49,6 +49,7 @@ const TARGETS: [Target; 25] = [
     Target { name: "nbd_handshake", input_bytes_max: 4096, ci_inputs: 700_000 },
     Target { name: "nbd_request", input_bytes_max: 64, ci_inputs: 12_000_000 },
     Target { name: "nbd_client", input_bytes_max: 8192, ci_inputs: 100_000 },
+    Target { name: "nbd_list", input_bytes_max: 4096, ci_inputs: 500_000 },
     Target { name: "vhost_request", input_bytes_max: 4096, ci_inputs: 1_000_000 },
 ];
 

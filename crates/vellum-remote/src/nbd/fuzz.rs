@@ -1,6 +1,7 @@
 //! A client whose server says whatever the input holds.
 //!
-//! Rules for every input: no panic, every request is answered, and the client ends once its storage is dropped.
+//! Rules for every input: no panic, every request is answered, and the client ends once its storage is dropped. One that lists exports
+//! keeps no more than was said.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -16,6 +17,9 @@ use vellum_core::{
     join_all,
 };
 
+use vellum_export::nbd::wire::{OPTION_REPLY_MAGIC, option, option_reply};
+
+use super::list::list_over;
 use super::{ClientOptions, Dial, prepare};
 
 /// A clock on which every sleep is over at its second poll.
@@ -123,6 +127,52 @@ pub fn fuzz_client(input: &[u8]) {
     block_on(zip(work, client.run(&dial, &HastyClock::default())));
 }
 
+/// The first byte says how bytes arrive; the rest is what a server sends whose exports are listed.
+pub fn fuzz_list(input: &[u8]) {
+    let Some((first, bytes)) = input.split_first() else { return };
+    let piece = if first & 2 == 0 { usize::MAX } else { usize::from(first >> 3) + 1 };
+    let stream = Script { bytes: Rc::new(RefCell::new(bytes.to_vec())), piece };
+    let Ok(exports) = block_on(list_over(&stream, None)) else { return };
+    // Each of them took some bytes to say, and is kept as it was said.
+    let names = exports.iter().map(|export| export.name.len() + export.description.len() + 1);
+    let contexts = exports.iter().flat_map(|export| export.contexts.iter().map(|_| 1));
+    assert!(names.chain(contexts).sum::<usize>() <= 3 * bytes.len(), "no more is listed than was said");
+}
+
+/// What a server sends that has two exports, one of them with contexts; with extended headers, structured replies, or neither.
+pub fn listing(has_extended: bool, has_structured: bool) -> Vec<u8> {
+    let mut bytes = b"NBDMAGICIHAVEOPT\x00\x03".to_vec();
+    let mut reply = |option: u32, kind: u32, data: &[u8]| {
+        bytes.extend_from_slice(&option_reply_header(option, kind, data.len()));
+        bytes.extend_from_slice(data);
+    };
+    let agrees = |does: bool| if does { option_reply::ACK } else { option_reply::ERR_UNSUP };
+    reply(option::EXTENDED_HEADERS, agrees(has_extended), &[]);
+    if !has_extended {
+        reply(option::STRUCTURED_REPLY, agrees(has_structured), &[]);
+    }
+    for name in [&b"\0\0\0\0the default"[..], b"\0\0\0\x02d1"] {
+        reply(option::LIST, option_reply::SERVER, name);
+    }
+    reply(option::LIST, option_reply::ACK, &[]);
+    for contexts in [&[&b"\0\0\0\x01base:allocation"[..], b"\0\0\0\x02qemu:allocation-depth"][..], &[]] {
+        reply(option::INFO, option_reply::INFO, &[0, 0, 0, 0, 0, 0, 0, 16, 0, 0, 0, 0x6d]);
+        reply(option::INFO, option_reply::INFO, b"\0\x03\0\0\0\x01\0\0\x10\0\x02\0\0\0");
+        reply(option::INFO, option_reply::ACK, &[]);
+        if has_extended || has_structured {
+            contexts.iter().for_each(|one| reply(option::LIST_META_CONTEXT, option_reply::META_CONTEXT, one));
+            reply(option::LIST_META_CONTEXT, option_reply::ACK, &[]);
+        }
+    }
+    bytes
+}
+
+fn option_reply_header(option: u32, kind: u32, len: usize) -> Vec<u8> {
+    let len = u32::try_from(len).expect("short");
+    [&OPTION_REPLY_MAGIC.to_be_bytes()[..], &option.to_be_bytes(), &kind.to_be_bytes(), &len.to_be_bytes()]
+        .concat()
+}
+
 /// The handshake of a server that has the export: what every session begins with.
 pub fn greeting_and_facts() -> Vec<u8> {
     let mut bytes = b"NBDMAGICIHAVEOPT\x00\x03".to_vec();
@@ -146,6 +196,38 @@ mod tests {
     use vellum_core::Random;
 
     use super::*;
+
+    #[test]
+    fn listings_of_random_servers_harm_nothing() {
+        let mut random = Random::from_seed(6);
+        for round in 0..20_000 {
+            let mut input = vec![u8::try_from(round % 256).unwrap()];
+            input.extend(listing(random.one_in(2), random.one_in(2)));
+            for _ in 0..random.below(4) {
+                let at = random.index(input.len());
+                input[at] = u8::try_from(random.below(256)).unwrap();
+            }
+            if random.one_in(8) {
+                input.truncate(random.index(input.len()));
+            }
+            fuzz_list(&input);
+        }
+    }
+
+    #[test]
+    fn a_listing_that_nobody_has_changed_is_understood() {
+        for (has_extended, has_structured) in [(true, true), (false, true), (false, false)] {
+            let bytes = listing(has_extended, has_structured);
+            let stream = Script { bytes: Rc::new(RefCell::new(bytes)), piece: 7 };
+            let exports = block_on(list_over(&stream, None)).unwrap();
+            let names: Vec<_> = exports.iter().map(|export| export.name.as_str()).collect();
+            assert_eq!(names, ["", "d1"]);
+            assert_eq!(exports[0].description, "the default");
+            assert_eq!(exports[0].contexts.len(), if has_extended || has_structured { 2 } else { 0 });
+            assert_eq!(exports[1].block_bytes, Some([1, 4096, 32 << 20]));
+            assert!(stream.bytes.borrow().is_empty());
+        }
+    }
 
     #[test]
     fn random_servers_harm_nothing() {

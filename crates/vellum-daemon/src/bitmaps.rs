@@ -3,9 +3,9 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use vellum_core::{Error, ErrorKind, Result, SharedStorage};
+use vellum_core::{Error, ErrorKind, Result, SharedStorage, Storage};
 use vellum_format::FormatKind;
-use vellum_format::image::{Bitmap, BitmapChange, Bits, ClosedBitmaps, MergeSource};
+use vellum_format::image::{Bitmap, BitmapChange, Bits, ClosedBitmaps, Format, MergeSource};
 use vellum_layer::Chain;
 
 use crate::data_file::make_durable;
@@ -114,6 +114,13 @@ pub(crate) async fn add_copies(path: &Path, format: FormatKind, copies: &[Bitmap
         bitmaps_of(path, kind)?.change(&storage, &bitmap.name, &changes).await?;
     }
     Ok(())
+}
+
+/// The names of the bitmaps that an image has; none, where they cannot be read.
+pub(crate) async fn names_of(format: &dyn Format, storage: &dyn Storage) -> Vec<String> {
+    let Some(bitmaps) = format.closed_bitmaps() else { return Vec::new() };
+    let all = bitmaps.list(storage).await.unwrap_or_default();
+    all.into_iter().map(|one| one.name).collect()
 }
 
 fn bitmaps_of(path: &Path, kind: FormatKind) -> Result<&'static dyn ClosedBitmaps> {

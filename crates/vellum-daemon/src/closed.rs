@@ -14,9 +14,10 @@ use vellum_format::qcow2::Preallocation;
 use vellum_format::report::{CheckReport, JournalChange, Recovered, Repair};
 use vellum_format::session::{Session, may_use};
 
+use crate::bitmaps::names_of;
 use crate::clones_of::{refuse_while_cloned, with_clones};
 use crate::data_file::make_durable;
-use crate::host::canonical_path;
+use crate::host::{Pool, canonical_path};
 use crate::image::{ImageOptions, open_file, open_file_replayed, open_image};
 use crate::inspect::len_below;
 use crate::tier::{FILES_SNAPSHOT, LISTED_MAX, medium_to_read, tier_of};
@@ -249,7 +250,12 @@ pub async fn resize(
         own_the_end(path, &writing).await?;
         storage = open_file(path, &image).await?.0;
     }
-    let growth = Growth { below: longer.unwrap_or(0), reserve, secrets: options.secrets.clone() };
+    let growth = Growth {
+        below: longer.unwrap_or(0),
+        reserve,
+        secrets: options.secrets.clone(),
+        offload: Arc::new(Pool),
+    };
     format.grow_with(&storage, size, &growth).await?;
     Ok((before, size))
 }
@@ -431,13 +437,15 @@ pub async fn snapshot_rename(
     renamed.and(closed)
 }
 
-/// Makes the disk what a snapshot has.
+/// Makes the disk what a snapshot has. Returns the names of its bitmaps, which are gone then: they say nothing of the disk as it is.
 ///
 /// # Errors
 /// As [`snapshot_delete`].
-pub async fn snapshot_revert(path: &Path, format: Option<FormatKind>, wanted: &str) -> Result<()> {
+pub async fn snapshot_revert(path: &Path, format: Option<FormatKind>, wanted: &str) -> Result<Vec<String>> {
     let (storage, format) = keeper(path, format, "reverted to").await?;
-    format.revert(&storage, wanted).await
+    let bitmaps = names_of(format, &*storage).await;
+    format.revert(&storage, wanted).await?;
+    Ok(bitmaps)
 }
 
 /// The image for writing, which must be of a format that makes snapshots.

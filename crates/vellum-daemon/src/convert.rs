@@ -224,7 +224,8 @@ async fn convert_and(
             published.map_err(|error| {
                 let there = std::fs::metadata(&conversion.target);
                 let has_name = there.is_ok_and(|facts| Some((facts.dev(), facts.ino())) == made);
-                error.context(if has_name { named(conversion) } else { removed(conversion, fate) })
+                let kind = error.kind();
+                error.context(if has_name { named(conversion) } else { removed(conversion, fate, kind) })
             })
         }
         (Ok(()), None) => Ok(()),
@@ -443,11 +444,7 @@ fn give_up_draft(how: &Conversion, draft: Draft, fate: Fate, why: ErrorKind) -> 
     if let Err(error) = draft.discard() {
         return format!("the unfinished copy {} cannot be removed ({error}): delete it", path.display());
     }
-    let mut left = removed(how, fate);
-    if fate == Fate::Unchanged && why == ErrorKind::NoSpace {
-        left += "; there must be room for both until the copy is complete, or delete the old one first";
-    }
-    left
+    removed(how, fate, why)
 }
 
 /// The copy has its name, and the error came afterwards.
@@ -479,9 +476,14 @@ impl Fate {
     }
 }
 
-fn removed(how: &Conversion, fate: Fate) -> String {
+/// What is under the target's name, now that the draft is not there any more.
+fn removed(how: &Conversion, fate: Fate, why: ErrorKind) -> String {
     let target = how.target.display();
     match fate {
+        Fate::Unchanged if why == ErrorKind::NoSpace => format!(
+            "{target} is unchanged, the unfinished copy was removed; there must be room for both until the copy is complete, or \
+             delete the old one first"
+        ),
         Fate::Unchanged => format!("{target} is unchanged, the unfinished copy was removed"),
         Fate::NotCreated => format!("{target} was not created, the unfinished copy was removed"),
         Fate::Emptied => format!(

@@ -61,6 +61,7 @@ use vellum_layer::hydrate::{CopyMemory, FillerTurns, HydrationControl, Tap};
 use vellum_layer::valve::{Hold, State};
 use vellum_layer::{Chain, Member, SparseMode, Templates, Valve};
 
+use crate::bitmaps::names_of;
 use crate::control::SnapshotFacts;
 use crate::flash::{FlashStats, HostFlash};
 use crate::grow::{GrowHook, Growing};
@@ -655,8 +656,8 @@ impl Served {
     }
 
     /// Restores the disk from a snapshot. No client may be connected; a client that comes meanwhile finds no
-    /// such export.
-    pub(crate) async fn snapshot_revert(&self, wanted: &str, exports: &Exports) -> Result<()> {
+    /// such export. Returns the names of the bitmaps, which are gone then.
+    pub(crate) async fn snapshot_revert(&self, wanted: &str, exports: &Exports) -> Result<Vec<String>> {
         let in_use = |why: String| self.in_use(&why);
         let _step = self.begin(Step::Revert)?;
         let mut chain = self.alone().await?;
@@ -684,6 +685,7 @@ impl Served {
             }
         };
         let (held, before) = (self.hold_in_time().await?, chain.disk().clone());
+        let bitmaps = names_of(chain.top().head.kind().format(), &*chain.top().storage).await;
         chain.hold_forks().await;
         let reverted = match snapshots.is_some_and(|snapshots| snapshots.has_open()) {
             true => Err(in_use(IS_READ.to_owned())),
@@ -691,7 +693,7 @@ impl Served {
         };
         chain.resume_forks();
         self.follow(held, &chain, &before).await;
-        reverted
+        reverted.map(|()| bitmaps)
     }
 
     fn disk_is_written(&self) -> bool {

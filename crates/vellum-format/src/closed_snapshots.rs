@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use vellum_core::{LocalFuture, Result, SharedStorage};
+use vellum_core::{Inline, LocalFuture, Offload, Result, SharedStorage};
 
 use crate::luks::Secrets;
 
@@ -69,7 +69,7 @@ pub trait ClosedSnapshots: Sync {
 }
 
 /// How a disk grows.
-#[derive(Debug, Clone, Default)]
+#[derive(Clone)]
 pub struct Growth {
     /// The size of the disk below in bytes, if that is longer than the disk: what it has behind the old end is never seen.
     pub below: u64,
@@ -77,6 +77,14 @@ pub struct Growth {
     pub reserve: Reserve,
     /// What opens the image, where it is encrypted and what lies behind the old end must become zero.
     pub secrets: Arc<Secrets>,
+    /// Where the key is derived from them, which takes seconds.
+    pub offload: Arc<dyn Offload>,
+}
+
+impl Default for Growth {
+    fn default() -> Self {
+        Self { below: 0, reserve: Reserve::default(), secrets: Arc::default(), offload: Arc::new(Inline) }
+    }
 }
 
 /// What is reserved for the part of a disk that is added.

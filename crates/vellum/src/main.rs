@@ -136,6 +136,9 @@ fn words() -> Result<Vec<OsString>, ExitCode> {
     match translated {
         Ok(qemu_img::Request::Run(words)) => {
             // Of qemu-nbd it is known already.
+            if words.get(1).is_some_and(|ours| ours == "export") {
+                spoken::as_qemu_nbd_that_lists();
+            }
             words.get(1).and_then(|ours| ours.to_str()).into_iter().for_each(spoken::as_qemu_command);
             Ok(words)
         }

@@ -14,6 +14,7 @@
 
 use std::borrow::Cow;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::getopt::{self, Named as _};
 use crate::qemu_img::table::{COMMANDS, Command, Meaning};
@@ -21,6 +22,7 @@ use crate::{qemu_img, qemu_nbd};
 
 /// Options of ours and what `qemu-nbd` calls them.
 const OF_QEMU_NBD: &[(&str, &str)] = &[
+    ("--tls-certificates DIR", "--object tls-creds-x509,id=ID,endpoint=client,dir=DIR --tls-creds ID"),
     ("--direct", "--cache=none"),
     ("--durable", "--cache=writethrough"),
     ("--secret id=", "--object secret,id="),
@@ -37,12 +39,20 @@ enum Program {
     QemuImg(&'static Command),
 }
 
+/// It lists the exports of a server, as `vellum export list` does.
+static LISTS: AtomicBool = AtomicBool::new(false);
+
 /// Nothing, where that is `vellum`.
 static CALLED_AS: OnceLock<Program> = OnceLock::new();
 
 /// From now on messages are in the words of `qemu-nbd`.
 pub(crate) fn as_qemu_nbd() {
     let _ = CALLED_AS.set(Program::QemuNbd);
+}
+
+/// And what it was asked for is this command of ours.
+pub(crate) fn as_qemu_nbd_that_lists() {
+    LISTS.store(true, Ordering::Relaxed);
 }
 
 /// From now on messages are in the words of `qemu-img`, of the command that became this one of ours.
@@ -69,6 +79,7 @@ impl Program {
     /// The command of ours.
     fn ours(self) -> &'static str {
         match self {
+            Self::QemuNbd if LISTS.load(Ordering::Relaxed) => "export",
             Self::QemuNbd => "serve",
             Self::QemuImg(command) => command.ours,
         }
@@ -106,6 +117,7 @@ impl Program {
                     said.push_str(&theirs);
                     at = found + len;
                 }
+                None if self.ours() == "export" => said.extend(["vellum export list ", option]),
                 None => said.extend(["vellum ", self.ours(), " ", option]),
             }
         }
@@ -194,6 +206,10 @@ mod tests {
             ("With --durable no write is lost", "With --cache=writethrough no write is lost"),
             ("serve it with `--snapshot NAME`", "serve it with `vellum serve --snapshot NAME`"),
             ("use --read-only to keep them", "use --read-only to keep them"),
+            (
+                "the server wants TLS: use --tls-certificates DIR",
+                "the server wants TLS: use --object tls-creds-x509,id=ID,endpoint=client,dir=DIR --tls-creds ID",
+            ),
             (
                 "or use --force-share to read it while it changes",
                 "or use vellum serve --force-share to read it while it changes",

@@ -243,8 +243,8 @@ impl Control {
                 json!({})
             }
             Request::SnapshotRevert { disk, name } => {
-                self.disks.find(disk.as_deref())?.snapshot_revert(name, &self.exports).await?;
-                json!({})
+                let bitmaps = self.disks.find(disk.as_deref())?.snapshot_revert(name, &self.exports).await?;
+                json!({ "bitmaps-removed": bitmaps })
             }
             Request::SnapshotExternal { overlays } => self.snapshot_external(overlays).await?,
             Request::Pause { disk } => {

@@ -396,7 +396,8 @@ async fn cipher_for_end(
              with its key: give the secret that opens it with `--secret id=NAME,file=FILE`",
         ));
     }
-    let options = Options { secrets: growth.secrets.clone(), ..Options::default() };
+    let (secrets, offload) = (growth.secrets.clone(), growth.offload.clone());
+    let options = Options { secrets, offload, ..Options::default() };
     encrypted::unlock(header, image, &options).await
 }
 

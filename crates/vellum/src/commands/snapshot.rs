@@ -1,7 +1,7 @@
 //! `vellum snapshot`: the snapshots inside an image.
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Subcommand;
@@ -15,7 +15,7 @@ use super::control::Target;
 use super::info::{HELD, clock_text, date, list_lines, machine_json};
 use super::{Outcome, or_ask_server};
 use crate::args::{OutputFormat, parse_format};
-use crate::output::{human_bytes, printable, say, say_json};
+use crate::output::{complain, human_bytes, printable, say, say_json};
 
 /// Create, list, rename, release, delete and revert to snapshots inside an image, and external ones of a served disk
 ///
@@ -351,7 +351,11 @@ fn run_short(short: &Short) -> Outcome {
         if let Some(name) = &short.create {
             closed::snapshot_create(file, format, name, true).await.map(drop)
         } else if let Some(name) = &short.apply {
-            closed::snapshot_revert(file, format, name).await
+            let bitmaps = closed::snapshot_revert(file, format, name).await?;
+            if !short.quiet {
+                say_removed(file, &bitmaps);
+            }
+            Ok(())
         } else if let Some(name) = &short.delete {
             closed::snapshot_delete(file, format, Key::Name(name)).await
         } else {
@@ -409,9 +413,10 @@ pub(crate) fn run(args: &Args) -> Outcome {
         }
         What::Revert(wanted) => {
             let named = &wanted.named()?;
-            run_worker(IoMode::Auto, async || revert(named).await)?.map_err(or_ask_server)?;
+            let bitmaps = run_worker(IoMode::Auto, async || revert(named).await)?.map_err(or_ask_server)?;
             let words = format!("The disk was reverted to snapshot {}.", printable(&named.name));
-            answer(named, &words, json!({ "reverted-to": named.name }));
+            say_removed(&named.common.place, &bitmaps);
+            answer(named, &words, json!({ "reverted-to": named.name, "bitmaps-removed": bitmaps }));
         }
     }
     Ok(ExitCode::SUCCESS)
@@ -493,10 +498,25 @@ async fn release(named: &Named, look_in: &[PathBuf]) -> Result<()> {
     closed::snapshot_release(place, source.format, &named.name, look_in).await
 }
 
-async fn revert(named: &Named) -> Result<()> {
+/// Names what a revert has cost.
+fn say_removed(place: &Path, bitmaps: &[String]) {
+    if !bitmaps.is_empty() {
+        let names: Vec<String> = bitmaps.iter().map(|name| printable(name).to_string()).collect();
+        complain(&format!(
+            "vellum snapshot: {}: its bitmaps were removed, because they say nothing of the disk as it is now: {}",
+            place.display(),
+            names.join(", ")
+        ));
+    }
+}
+
+/// The names of the bitmaps that are gone.
+async fn revert(named: &Named) -> Result<Vec<String>> {
     let (disk, name) = (named.common.source.disk.clone(), named.name.clone());
     if named.common.source.control.is_some() {
-        return ask(&named.common, Request::SnapshotRevert { disk, name }).await.map(drop);
+        let answer = ask(&named.common, Request::SnapshotRevert { disk, name }).await?;
+        let names = answer["bitmaps-removed"].as_array().into_iter().flatten();
+        return Ok(names.filter_map(Value::as_str).map(str::to_owned).collect());
     }
     let Common { source, place } = &named.common;
     closed::snapshot_revert(place, source.format, &named.name).await

@@ -55,6 +55,7 @@ mod flatten;
 mod foreign;
 mod layout;
 mod locks;
+mod lost;
 mod making;
 mod meant;
 mod named;

@@ -30,6 +30,7 @@ use vellum_layer::{Chain, Encrypted, Gate};
 use crate::bitmaps::{BitmapCopy, add_copies, may_add_copies};
 use crate::copy::{CopyCompression, CopyOptions, copy};
 use crate::create::{CreateTarget, create_native, create_qcow2_instead, new_raw, no_new_luks};
+use crate::host::check_new_name;
 use crate::image::{ImageOptions, open_image};
 use crate::salvage::Salvaged;
 pub use crate::same_file::same_file;
@@ -186,6 +187,12 @@ async fn convert_and(
     progress: &dyn Fn(Step),
 ) -> Result<()> {
     if let Err(error) = refuse_source_as_target(conversion, source_files) {
+        close().await?;
+        return Err(error);
+    }
+    if !conversion.fills_existing
+        && let Err(error) = check_new_name(&conversion.target)
+    {
         close().await?;
         return Err(error);
     }

@@ -145,6 +145,24 @@ fn is_url(name: &str) -> bool {
     name.contains("://") || schemes.iter().any(|scheme| name.starts_with(scheme))
 }
 
+/// Checks that a new image is not to get a name that means something else to QEMU: no script means a file of that name.
+///
+/// # Errors
+/// `Unsupported` for one that does.
+pub(crate) fn check_new_name(path: &Path) -> Result<()> {
+    let name = path.display().to_string();
+    let is_other = match Url::of_path(path) {
+        Some(url) => url.map(|_| true)?,
+        None => is_url(&name) && name.find(':') < name.find('/').or(Some(usize::MAX)),
+    };
+    match is_other {
+        true => Err(Error::unsupported(format!(
+            "{name}: only files and block devices can be created (the file of this name is ./{name})"
+        ))),
+        false => Ok(()),
+    }
+}
+
 impl Opener for Host {
     fn canonical<'a>(&'a self, path: &'a Path) -> LocalFuture<'a, Result<PathBuf>> {
         Box::pin(async move {

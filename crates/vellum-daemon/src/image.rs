@@ -20,7 +20,7 @@ use vellum_layer::{
 use vellum_remote::{REMOTE_TIMEOUT_DEFAULT, RemoteOptions};
 
 use crate::chunk_cache::CacheChoice;
-use crate::host::{CountedPool, Host, HostOptions};
+use crate::host::{CountedPool, Host, HostOptions, check_new_name};
 
 /// How an image is opened.
 #[derive(Debug, Clone, Default)]
@@ -308,8 +308,9 @@ pub async fn open_file_replayed(path: &Path, options: &ImageOptions) -> Result<(
 /// A file to be filled: created if it does not exist, else opened. The caller replaces its old content.
 ///
 /// # Errors
-/// `Locked` when another program has it open.
+/// `Locked` when another program has it open; `Unsupported` for a name that is not a file's.
 pub async fn new_file(path: &Path, never_flushed: bool) -> Result<Arc<File>> {
+    check_new_name(path)?;
     let options = OpenOptions { never_flushed, ..OpenOptions::writing() };
     // One that is there is opened first: where this is dropped meanwhile, nothing is created once it was removed.
     match File::open(path, options).await {

@@ -48,6 +48,11 @@ impl Stop {
         Ok(Self { flag, watch })
     }
 
+    /// Whether one has arrived.
+    pub fn is_requested(&self) -> bool {
+        self.flag.load(Ordering::Relaxed)
+    }
+
     /// Does work that checks nothing. When one of the signals arrives, the work is dropped where it is.
     ///
     /// # Errors

@@ -14,6 +14,7 @@ mod log;
 mod names;
 mod output;
 mod progress;
+mod protocol;
 mod qemu_img;
 mod qemu_nbd;
 mod secrets;
@@ -133,6 +134,7 @@ fn words() -> Result<Vec<OsString>, ExitCode> {
         }
         _ => return Ok(words),
     };
+    protocol::as_other_program();
     match translated {
         Ok(qemu_img::Request::Run(words)) => {
             // Of qemu-nbd it is known already.

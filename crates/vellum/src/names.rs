@@ -24,6 +24,7 @@ use vellum_core::{Error, Result};
 use vellum_daemon::{Encrypted, FormatKind, Part};
 
 use crate::key_values::split_options;
+use crate::protocol::{escaped, place as place_of};
 
 /// An image, as the user names it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -92,7 +93,7 @@ fn read_name(
     is_options: bool,
     take: impl FnOnce(&mut BTreeMap<String, String>) -> Result<()>,
 ) -> Result<Named> {
-    let plain = || Ok(Named { path: text.to_owned(), format, is_encrypted: false });
+    let plain = || Ok(Named { path: place_of(text)?, format, is_encrypted: false });
     let Some(string) = text.to_str() else { return plain() };
     let mut keys = match (is_options, string.strip_prefix(PREFIX)) {
         (false, None) => return plain(),
@@ -207,16 +208,6 @@ fn place(protocol: &str, prefix: &str, keys: &mut BTreeMap<String, String>) -> R
         other => Err(Error::unsupported(format!(
             "the driver {other} is not supported: use file, nbd, http or https"
         ))),
-    }
-}
-
-/// A byte of a part of a URL.
-fn escaped(byte: u8) -> String {
-    match byte {
-        b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b'/' => {
-            char::from(byte).to_string()
-        }
-        _ => format!("%{byte:02X}"),
     }
 }
 

@@ -10,6 +10,7 @@ use vellum_daemon::{Amend, FormatKind, IoMode, run as run_worker};
 use super::Outcome;
 use crate::args::parse_format;
 use crate::key_values::split_options;
+use crate::protocol::image_name;
 
 /// Change the version, refcount width or lazy refcounts of a qcow2 image, without a copy
 ///
@@ -28,7 +29,7 @@ pub(crate) struct Args {
     #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
     format: Option<FormatKind>,
     /// The image
-    #[arg(value_name = "FILE")]
+    #[arg(value_name = "FILE", value_parser = image_name())]
     file: PathBuf,
 }
 

@@ -147,7 +147,7 @@ async fn send(args: &Args, load: Load) -> Result<Duration, Failure> {
     let took = bench(image.disk(), load, &stop.flag).await;
     let closed = image.close().await;
     let took = took.map_err(|error| match error.kind() {
-        ErrorKind::Closed => with_code(130)(error.context("interrupted")),
+        ErrorKind::Closed if stop.is_requested() => with_code(130)(error.context("interrupted")),
         _ => error.into(),
     })?;
     closed?;

@@ -12,6 +12,7 @@ use vellum_daemon::{BitmapChange, FormatKind, ImageOptions, IoMode, MergeSource,
 
 use super::Outcome;
 use crate::args::{AllowArgs, parse_format, parse_size};
+use crate::protocol::image_name;
 
 /// Add, remove, clear, merge, enable or disable a bitmap of a qcow2 image
 ///
@@ -33,7 +34,7 @@ pub(crate) struct Args {
     #[arg(short, long, value_name = "SIZE", value_parser = parse_size)]
     granularity: Option<u64>,
     /// With --merge: SOURCE is a bitmap of this image
-    #[arg(short = 'b', long, value_name = "SOURCE_FILE")]
+    #[arg(short = 'b', long, value_name = "SOURCE_FILE", value_parser = image_name())]
     source_file: Option<PathBuf>,
     /// Format of SOURCE_FILE
     #[arg(short = 'F', long, value_name = "FMT", value_parser = parse_format, requires = "source_file")]
@@ -47,7 +48,7 @@ pub(crate) struct Args {
     #[command(flatten)]
     allow: AllowArgs,
     /// The image
-    #[arg(value_name = "FILE")]
+    #[arg(value_name = "FILE", value_parser = image_name())]
     file: PathBuf,
     /// Name of the bitmap
     #[arg(value_name = "BITMAP")]

@@ -85,7 +85,7 @@ impl ChangeArgs {
         let done = work(&mut stop, &progress).await;
         bar.get().into_iter().for_each(Progress::end);
         done.map_err(|error| match error.kind() {
-            ErrorKind::Closed => with_code(130)(error.context(interrupted)),
+            ErrorKind::Closed if stop.is_requested() => with_code(130)(error.context(interrupted)),
             _ => error.into(),
         })
     }

@@ -13,6 +13,7 @@ use super::change::ChangeArgs;
 use super::{Failure, Outcome, job};
 use crate::args::parse_size;
 use crate::output::{complain, human_bytes};
+use crate::protocol::image_name;
 use crate::spoken::is_qemu_command;
 
 /// Write the contents of an image into its backing image
@@ -34,7 +35,7 @@ pub(crate) struct Args {
     #[command(flatten)]
     change: ChangeArgs,
     /// The image below that gets the contents. Default: the one directly below
-    #[arg(short, long, value_name = "FILE")]
+    #[arg(short, long, value_name = "FILE", value_parser = image_name())]
     base: Option<PathBuf>,
     /// Do not empty the image; accepted for scripts, because it never is
     #[arg(short = 'd', hide = true)]
@@ -43,7 +44,7 @@ pub(crate) struct Args {
     #[arg(long)]
     force: bool,
     /// The image
-    #[arg(value_name = "FILE", required_unless_present = "control", conflicts_with = "control")]
+    #[arg(value_name = "FILE", required_unless_present = "control", conflicts_with = "control", value_parser = image_name())]
     file: Option<PathBuf>,
     /// Control socket of the server that serves the image, as given to `vellum serve --control`
     #[arg(long, value_name = "PATH", conflicts_with_all = ["format", "direct", "data_file", "allow_dir", "allow_url", "remote_timeout"])]

@@ -143,7 +143,10 @@ async fn examine(args: &Args) -> Result<Answer, (vellum_core::Error, u8)> {
         false => compare(one, other, 8, &stop.flag, &progress).await,
     };
     bar.end();
-    let code = |error: &vellum_core::Error| if error.kind() == ErrorKind::Closed { 130 } else { CANNOT_READ };
+    let code = |error: &vellum_core::Error| match error.kind() {
+        ErrorKind::Closed if stop.is_requested() => 130,
+        _ => CANNOT_READ,
+    };
     let comparison = comparison.map_err(|error| {
         let code = code(&error);
         (error, code)

@@ -18,6 +18,7 @@ use crate::args::{AllowArgs, NewImage, OutputFormat, parse_format, parse_size};
 use crate::names::named;
 use crate::output::{complain, say_json, say_json_line};
 use crate::progress::{Progress, Wish};
+use crate::protocol::is_nbd;
 use crate::secrets::SecretArgs;
 
 /// Copy a disk into a new image of the same or another format
@@ -178,6 +179,8 @@ impl Args {
 pub(crate) fn run(mut args: Args) -> Outcome {
     let source = named(&args.source, args.format, args.image_opts)?;
     let target = named(&args.target, args.target_format, args.target_image_opts)?;
+    // There is nothing to create: the server has the export.
+    args.no_create |= is_nbd(&target.path);
     let must_be = [source.must_be_encrypted(), target.must_be_encrypted()];
     (args.source, args.format) = (source.path, source.format);
     (args.target, args.target_format) = (target.path, target.format);
@@ -250,7 +253,7 @@ async fn convert(args: &Args, [source_is, target_is]: [Option<Encrypted>; 2]) ->
         ..ImageOptions::reading()
     };
     let source = match stop.or_stopped(open_image(&args.source, &options)).await {
-        Err(error) if error.kind() == ErrorKind::Closed => return Err(interrupted(error)),
+        Err(error) if stop.is_requested() => return Err(interrupted(error)),
         opened => opened.map_err(or_share)?,
     };
     let size = source.disk().geometry().size;
@@ -312,8 +315,9 @@ async fn convert(args: &Args, [source_is, target_is]: [Option<Encrypted>; 2]) ->
         )),
     };
     let converted = convert::convert(source, &conversion, &mut stop, &progress).await;
+    // Also a server that closes the connection gives that kind.
     converted.map_err(|error| match error.kind() {
-        ErrorKind::Closed => interrupted(error),
+        ErrorKind::Closed if stop.is_requested() => interrupted(error),
         _ => error.into(),
     })?;
     if is_encrypted && is_plain.get() && !args.quiet {

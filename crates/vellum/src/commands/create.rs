@@ -1,7 +1,7 @@
 //! `vellum create`: make an image, or clone one.
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -19,6 +19,7 @@ use super::Outcome;
 use super::tier::FastArgs;
 use crate::args::{AllowArgs, NewImage, OutputFormat, options_help, parse_format, parse_size, prealloc_text};
 use crate::output::{complain, human_bytes, say, say_json};
+use crate::protocol::place;
 use crate::secrets::SecretArgs;
 use crate::spoken::is_qemu_command;
 
@@ -130,7 +131,8 @@ pub(crate) fn run(args: Args) -> Outcome {
         return Ok(ExitCode::SUCCESS);
     }
     let mut new = NewImage::parse(&args.options)?;
-    let path = args.file.clone().ok_or_else(|| Error::invalid("give the name of the file to create"))?;
+    let name = args.file.clone().ok_or_else(|| Error::invalid("give the name of the file to create"))?;
+    let path = place(&name)?;
     let backing = args.backing.clone().map(text_of_name).transpose()?.or(new.backing_file.clone());
     let format = match (args.format.or_else(|| FormatKind::of_name(&path)), &backing) {
         (Some(format), _) => format,
@@ -217,7 +219,7 @@ pub(crate) fn run(args: Args) -> Outcome {
         match args.output {
             OutputFormat::Human => match &made.native {
                 Some(native) => say(&formatting_native(&target, &new, native)),
-                None => say(&formatting(format, &target, &new, made.size)),
+                None => say(&formatting(format, (&name, &target), &new, made.size)),
             },
             OutputFormat::Json => say_json(&answer(format, &target, &options, &made)),
         }
@@ -295,9 +297,14 @@ fn switch(is_on: bool) -> &'static str {
 }
 
 /// The line that `qemu-img create` prints.
-fn formatting(format: FormatKind, target: &CreateTarget, new: &NewImage, size: u64) -> String {
+fn formatting(
+    format: FormatKind,
+    (name, target): (&Path, &CreateTarget),
+    new: &NewImage,
+    size: u64,
+) -> String {
     let options = &new.qcow2;
-    let mut line = format!("Formatting '{}', fmt={format}", target.path.display());
+    let mut line = format!("Formatting '{}', fmt={format}", name.display());
     if format == FormatKind::Raw {
         line += &format!(" size={size}");
         if options.preallocation != Preallocation::Off {

@@ -14,6 +14,7 @@ use crate::args::{AllowArgs, NewImage, OutputFormat, parse_format, parse_size};
 use crate::names::named;
 use crate::output::complain;
 use crate::progress::{Progress, Wish};
+use crate::protocol::place;
 use crate::secrets::SecretArgs;
 
 /// Copy the disk of an image, or a part of it, in blocks, as dd does
@@ -110,7 +111,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
 
 async fn copy(args: &Args, operands: &Operands) -> Result<(), Failure> {
     let named = named(&operands.source, args.format, args.image_opts)?;
-    let (source, target) = (&named.path, &operands.target);
+    let (source, target) = (&named.path, &place(&operands.target)?);
     args.target_format.check_is_written()?;
     if same_file(source, target) {
         return Err(Error::invalid(format!("{} cannot be copied into itself", source.display())).into());
@@ -128,7 +129,7 @@ async fn copy(args: &Args, operands: &Operands) -> Result<(), Failure> {
         ..ImageOptions::reading()
     };
     let opened = match stop.or_stopped(open_image(source, &options)).await {
-        Err(error) if error.kind() == ErrorKind::Closed => {
+        Err(error) if stop.is_requested() => {
             return Err(with_code(130)(error.context("interrupted")));
         }
         opened => opened.map_err(or_share)?,
@@ -183,10 +184,9 @@ async fn copy(args: &Args, operands: &Operands) -> Result<(), Failure> {
         Step::Copied(bytes) => bar.get().into_iter().for_each(|bar: &Progress| bar.set(bytes)),
         Step::Ends => bar.get().into_iter().for_each(Progress::end),
     };
-    convert_part(opened, (start, bytes), &conversion, &mut stop, &progress).await.map_err(|error| match error
-        .kind()
-    {
-        ErrorKind::Closed => with_code(130)(error.context("interrupted")),
+    let copied = convert_part(opened, (start, bytes), &conversion, &mut stop, &progress).await;
+    copied.map_err(|error| match error.kind() {
+        ErrorKind::Closed if stop.is_requested() => with_code(130)(error.context("interrupted")),
         _ => error.into(),
     })
 }

@@ -11,6 +11,7 @@ use vellum_daemon::{IoMode, run as run_worker};
 use super::change::ChangeArgs;
 use super::{Failure, Outcome};
 use crate::output::human_bytes;
+use crate::protocol::image_name;
 
 /// Make an image independent of its backing image
 ///
@@ -29,7 +30,7 @@ pub(crate) struct Args {
     #[arg(short = 'm', long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=64))]
     parallel: u16,
     /// The image
-    #[arg(value_name = "FILE", required_unless_present = "control", conflicts_with = "control")]
+    #[arg(value_name = "FILE", required_unless_present = "control", conflicts_with = "control", value_parser = image_name())]
     file: Option<PathBuf>,
     /// Control socket of the server that serves the image, as given to `vellum serve --control`
     #[arg(long, value_name = "PATH", conflicts_with_all = ["format", "direct", "data_file", "allow_dir", "allow_url", "remote_timeout", "progress"])]

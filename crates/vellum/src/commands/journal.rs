@@ -12,6 +12,7 @@ use super::Outcome;
 use super::recover::{replayed, replayed_json};
 use crate::args::{OutputFormat, parse_size};
 use crate::output::{human_bytes, say, say_json};
+use crate::protocol::image_name;
 
 /// Enable or disable the journal of a qcow2 image
 ///
@@ -53,7 +54,7 @@ struct Common {
     #[arg(long, value_enum, default_value_t)]
     output: OutputFormat,
     /// The image; it must be qcow2 version 3, and no program may have it open
-    #[arg(value_name = "FILE")]
+    #[arg(value_name = "FILE", value_parser = image_name())]
     file: PathBuf,
 }
 

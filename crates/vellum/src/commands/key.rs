@@ -13,6 +13,7 @@ use vellum_daemon::{FormatKind, IoMode, run as run_worker};
 use super::Outcome;
 use crate::args::{OutputFormat, parse_format};
 use crate::output::{say, say_json};
+use crate::protocol::image_name;
 use crate::secrets::SecretArgs;
 
 /// List, add and remove the keys of an image that is encrypted with LUKS
@@ -83,7 +84,7 @@ struct Common {
     #[arg(long, value_enum, default_value_t)]
     output: OutputFormat,
     /// The image; while its keys change no program may have it open
-    #[arg(value_name = "FILE")]
+    #[arg(value_name = "FILE", value_parser = image_name())]
     file: PathBuf,
 }
 

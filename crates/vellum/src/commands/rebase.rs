@@ -21,6 +21,7 @@ use super::create::text_of_name;
 use super::{Failure, Outcome, job};
 use crate::args::{parse_format, parse_size};
 use crate::output::{complain, human_bytes};
+use crate::protocol::image_name;
 use crate::spoken::is_qemu_command;
 
 /// Give an image another backing image
@@ -55,7 +56,7 @@ pub(crate) struct Args {
     #[arg(long)]
     trust_base: bool,
     /// The image
-    #[arg(value_name = "FILE", required_unless_present = "control", conflicts_with = "control")]
+    #[arg(value_name = "FILE", required_unless_present = "control", conflicts_with = "control", value_parser = image_name())]
     file: Option<PathBuf>,
     /// Control socket of the server that serves the image, as given to `vellum serve --control`; a relative name of the backing
     /// image is then relative to the current directory

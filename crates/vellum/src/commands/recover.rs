@@ -10,6 +10,7 @@ use vellum_daemon::{FormatKind, ImageOptions, IoMode, Recovery, run as run_worke
 use super::Outcome;
 use crate::args::{AllowArgs, OutputFormat, parse_format};
 use crate::output::{say, say_json};
+use crate::protocol::image_name;
 
 /// Recover an image that was not closed, for example after a power failure
 ///
@@ -30,7 +31,7 @@ pub(crate) struct Args {
     #[command(flatten)]
     allow: AllowArgs,
     /// The image
-    #[arg(value_name = "FILE")]
+    #[arg(value_name = "FILE", value_parser = image_name())]
     file: PathBuf,
 }
 

@@ -14,6 +14,7 @@ use vellum_daemon::{FormatKind, IoMode, Preallocation, run as run_worker};
 use super::{Outcome, or_ask_server};
 use crate::args::{AllowArgs, OutputFormat, parse_format, parse_seconds, parse_size, parse_url_prefix};
 use crate::output::{say, say_json};
+use crate::protocol::place;
 use crate::secrets::SecretArgs;
 
 /// Grow the disk of an image, or shrink it with --shrink
@@ -84,7 +85,7 @@ fn parse_preallocation(text: &str) -> Result<Preallocation> {
 
 /// Whose disk changes.
 enum Place<'a> {
-    Image(&'a Path),
+    Image(PathBuf),
     Server(&'a Path),
 }
 
@@ -98,7 +99,7 @@ impl Args {
                     self.first.to_str().ok_or_else(|| Error::invalid("the size is not valid UTF-8"))?;
                 Ok((Place::Server(socket), size))
             }
-            (None, Some(size)) => Ok((Place::Image(Path::new(&self.first)), size)),
+            (None, Some(size)) => Ok((Place::Image(place(Path::new(&self.first))?), size)),
             (None, None) => Err(Error::invalid(format!(
                 "give the new size after {0}, as in `vellum resize {0} 20G` or `+10G`",
                 self.first.display()
@@ -110,7 +111,7 @@ impl Args {
 pub(crate) fn run(args: &Args) -> Outcome {
     let (place, size) = args.place_and_size()?;
     let (mut facts, key, place) = match place {
-        Place::Server(socket) => (ask(args, socket, size)?, "control", socket),
+        Place::Server(socket) => (ask(args, socket, size)?, "control", socket.to_owned()),
         Place::Image(file) => {
             let options = ResizeOptions {
                 format: args.format,
@@ -125,7 +126,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
                 .places(),
                 remote_timeout: args.remote_timeout,
             };
-            let resized = async || resize(file, &options, |before| wanted(size, before)).await;
+            let resized = async || resize(&file, &options, |before| wanted(size, before)).await;
             let (before, after) = run_worker(IoMode::Auto, resized)?.map_err(or_ask_server)?;
             (json!({ "virtual-size-before": before, "virtual-size": after }), "filename", file)
         }

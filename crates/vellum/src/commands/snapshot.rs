@@ -16,6 +16,7 @@ use super::info::{HELD, clock_text, date, list_lines, machine_json};
 use super::{Outcome, or_ask_server};
 use crate::args::{OutputFormat, parse_format};
 use crate::output::{complain, human_bytes, printable, say, say_json};
+use crate::protocol::{image_name, place};
 
 /// Create, list, rename, release, delete and revert to snapshots inside an image, and external ones of a served disk
 ///
@@ -68,7 +69,7 @@ struct Short {
     #[arg(short, long)]
     quiet: bool,
     /// The image
-    #[arg(value_name = "FILE")]
+    #[arg(value_name = "FILE", value_parser = image_name())]
     file: Option<PathBuf>,
 }
 
@@ -146,7 +147,7 @@ struct Listed {
     #[command(flatten)]
     source: Source,
     /// The image
-    #[arg(value_name = "FILE", required_unless_present = "control", conflicts_with = "control")]
+    #[arg(value_name = "FILE", required_unless_present = "control", conflicts_with = "control", value_parser = image_name())]
     file: Option<PathBuf>,
 }
 
@@ -280,7 +281,7 @@ impl Wanted {
                 return Err(Error::invalid(why));
             }
             (Some(socket), None) => (socket.clone(), &self.first),
-            (None, Some(name)) => (PathBuf::from(&self.first), name),
+            (None, Some(name)) => (place(Path::new(&self.first))?, name),
             (None, None) => {
                 return Err(Error::invalid(format!(
                     "give the snapshot's name after {}, or --control PATH before it",

@@ -23,6 +23,7 @@ pub(crate) mod table;
 use std::ffi::{OsStr, OsString};
 
 use crate::getopt::{self, Bad};
+use crate::protocol::place_there;
 use table::{COMMANDS, Command, Meaning, OptionRow};
 
 type Argument = getopt::Argument<'static, OptionRow>;
@@ -128,6 +129,9 @@ fn of_command(command: &'static Command, arguments: &[Argument]) -> Result<Vec<O
         match argument {
             Argument::Operand(operand) => operands.push(operand.clone()),
             Argument::Option { opt, value } => match opt.means {
+                Meaning::Same(name) if NAMES_BELOW.contains(&name) => {
+                    has(name, value.as_deref().map(plain_file).as_deref());
+                }
                 Meaning::Same(name) => has(name, value.as_deref()),
                 Meaning::Aside | Meaning::Own(_) => {}
                 Meaning::Cache => match value.as_deref().and_then(OsStr::to_str) {
@@ -154,6 +158,7 @@ fn of_command(command: &'static Command, arguments: &[Argument]) -> Result<Vec<O
             |argument| matches!(argument, Argument::Option { opt, .. } if opt.means == Meaning::Same(name)),
         )
     };
+    check_names(command, arguments, &operands)?;
     if command.name == "convert" && operands.len() > 2 {
         return Err("several sources are not joined: give one".to_owned());
     }
@@ -172,6 +177,42 @@ fn of_command(command: &'static Command, arguments: &[Argument]) -> Result<Vec<O
     line.push("--".into());
     line.append(&mut operands);
     Ok(line)
+}
+
+/// Options whose values name other images.
+const NAMES_BELOW: [&str; 3] = ["--backing", "--base", "--source-file"];
+
+/// A name that stands in an image: a protocol is left away where it means a file.
+fn plain_file(name: &OsStr) -> OsString {
+    match name.as_encoded_bytes().starts_with(b"file:") {
+        true => place_there(name).map_or_else(|_| name.to_owned(), OsString::from),
+        false => name.to_owned(),
+    }
+}
+
+/// Checks the names of images among the operands, unless they are lists of options.
+fn check_names(command: &Command, arguments: &[Argument], operands: &[OsString]) -> Result<(), String> {
+    let said = |name: &str| {
+        arguments.iter().any(|argument| matches!(argument, Argument::Option { opt, .. } if opt.long == name))
+    };
+    let images = match command.name {
+        "create" | "resize" | "bitmap" => operands.len().min(1),
+        // The last one is the target.
+        "convert" if said("target-image-opts") => operands.len().saturating_sub(1),
+        _ => operands.len(),
+    };
+    let lists = match command.name {
+        "convert" if said("source-image-opts") => images.min(operands.len().saturating_sub(1)),
+        _ if said("image-opts") => images,
+        _ => 0,
+    };
+    operands[..images].iter().skip(lists).try_for_each(|operand| {
+        let name = match command.name {
+            "dd" => operand.to_str().and_then(|text| text.strip_prefix("if=").or(text.strip_prefix("of="))),
+            _ => None,
+        };
+        place_there(name.map_or(operand.as_os_str(), OsStr::new)).map(drop).map_err(|error| error.chain())
+    })
 }
 
 /// Whether a new qcow2 image is made of which nobody says whether it has subclusters.

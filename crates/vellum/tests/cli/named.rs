@@ -98,6 +98,40 @@ const LINES: &[&str] = &[
     "snapshot -a one copy.qcow2",
     "snapshot -q -d one copy.qcow2",
     "snapshot -a none copy.qcow2",
+    "create -f qcow2 file:named.qcow2 1M",
+    "create ./a:b 1M",
+    "create file:c:d 1M",
+    "info file:named.qcow2",
+    "convert -f raw -O qcow2 file:in.raw file:local.qcow2",
+    "convert -O raw -f raw ./a:b file:e:f",
+    "resize -q file:named.qcow2 2M",
+    "snapshot -c one file:named.qcow2",
+    "snapshot -l file:named.qcow2",
+    "bitmap --add file:named.qcow2 b",
+    "amend -o compat=1.1 file:named.qcow2",
+    "check file:named.qcow2",
+    "map --output=json file:local.qcow2",
+    "measure -O raw -f raw --output=json file:c:d",
+    "compare -f raw -F qcow2 file:in.raw file:local.qcow2",
+    "dd -f raw if=file:in.raw of=file:local.raw bs=64k count=2",
+    "create -q -f qcow2 -b file:c:d -F raw below.qcow2",
+    "rebase -u -b file:c:d -F raw file:below.qcow2",
+    "commit -q file:below.qcow2",
+    "create foo:bar 1M",
+    "create -f qcow2 foo:bar 1M",
+    "convert -f raw -O raw in.raw foo:bar",
+    "convert -O raw foo:bar bad.raw",
+    "dd -f raw if=in.raw of=foo:bar count=1",
+    "info foo:bar",
+    "info foo:bar/d",
+    "resize foo:bar 1M",
+    "snapshot -c one foo:bar",
+    "bitmap --add foo:bar b",
+    "info nbd:x",
+    "info nbd:localhost:1",
+    "info nbd:unix:/nothing",
+    "convert -f raw -O raw in.raw nbd:localhost:1",
+    "convert -n -f raw -O raw in.raw nbd:unix:/nothing",
     "--version",
     "--help",
     "convert --help",
@@ -131,8 +165,13 @@ fn lines_of_scripts_end_in_the_same_way() {
             }
         }
     }
+    let with_colons =
+        |dir: &Dir| dir.names().into_iter().filter(|name| name.contains(':')).collect::<Vec<_>>();
+    assert_eq!(with_colons(&ours), ["a:b", "c:d", "e:f"]);
+    assert_eq!(with_colons(&theirs), ["a:b", "c:d", "e:f"]);
     for name in [
         "copy.qcow2",
+        "local.qcow2",
         "small.qcow2",
         "small2.qcow2",
         "over.qcow2",
@@ -146,7 +185,9 @@ fn lines_of_scripts_end_in_the_same_way() {
         succeed("qemu-img", &["check", "-q", &ours.text(name)]);
         succeed("qemu-img", &["compare", "-q", &ours.text(name), &theirs.text(name)]);
     }
-    for name in ["back.raw", "back2.raw", "opts.raw", "json.raw", "part.raw", "base.raw", "a"] {
+    for name in
+        ["back.raw", "back2.raw", "opts.raw", "json.raw", "part.raw", "base.raw", "a", "local.raw", "c:d"]
+    {
         succeed(
             "qemu-img",
             &["compare", "-q", "-f", "raw", "-F", "raw", &ours.text(name), &theirs.text(name)],
@@ -233,6 +274,14 @@ fn exports_are_named_by_urls_and_by_keys() {
         assert!(std::fs::read(&back).expect("the copy") == bytes, "{source:?}");
     }
     vellum(&["convert", "-n", "-f", "raw", "--target-image-opts", &raw, &keys]).answer();
+    // The older names, which also stand for what is there already where they are a target.
+    let older = format!("nbd:unix:{socket}:exportname=disk");
+    let ran = under_the_name(&dir, &["convert", "-f", "raw", "-O", "raw", &raw, &older]);
+    assert_eq!((ran.code, ran.err.as_str()), (0, ""), "{ran:?}");
+    vellum(&["convert", "-f", "raw", "-O", "raw", &older, &back]).answer();
+    assert!(std::fs::read(&back).expect("the copy") == bytes);
+    refused(1, &["only files"], &["create", "-f", "raw", &older, "2M"]);
+    assert!(dir.names().iter().all(|name| !name.starts_with("nbd")), "{:?}", dir.names());
     server.kill().expect("it runs");
     server.wait().expect("it ends");
     succeed("qemu-img", &["compare", "-f", "raw", "-F", "qcow2", &raw, &image]);

@@ -212,7 +212,9 @@ fn warn_if_unused(chain: &Chain) {
 /// Warns of what a fast medium alone should have, and has not.
 fn warn_if_missing(chain: &Chain) {
     let Some(facts) = chain.tier().map(|tier| tier.facts()).filter(|facts| facts.missing > 0) else { return };
-    let why = facts.trouble.map(|error| format!(" ({})", error.chain())).unwrap_or_default();
+    // That what is left of a medium is not written is no reason.
+    let trouble = facts.trouble.filter(|error| error.kind() != ErrorKind::ReadOnly);
+    let why = trouble.map(|error| format!(" ({})", error.chain())).unwrap_or_default();
     tracing::warn!(
         "{}: {} units ({} bytes) are on its fast medium alone, and are not there: reads of them are errors{why}",
         chain.top().path.display(),

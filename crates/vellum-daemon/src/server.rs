@@ -141,17 +141,20 @@ pub(crate) async fn run(
         None => None,
     };
     let fast = match &spec.fast {
-        Some(path) => match crate::tier::medium_to_read(Some(path), spec.image.salvages).await {
-            Ok(fast) => fast,
-            // Two servers with one medium are a mistake, and so is one that is asked to be complete without it.
-            Err(error) if spec.require_all || error.kind() == ErrorKind::Locked => {
-                return (Err(error), false);
+        // A disk that is written needs a medium that can be.
+        Some(path) => {
+            match crate::tier::medium_to_read(Some(path), spec.image.salvages && spec.image.read_only).await {
+                Ok(fast) => fast,
+                // Two servers with one medium are a mistake, and so is one that is asked to be complete without it.
+                Err(error) if spec.require_all || error.kind() == ErrorKind::Locked => {
+                    return (Err(error), false);
+                }
+                Err(error) => {
+                    tracing::warn!("{} (disks are served from their images alone)", error.chain());
+                    None
+                }
             }
-            Err(error) => {
-                tracing::warn!("{} (disks are served from their images alone)", error.chain());
-                None
-            }
-        },
+        }
         None => None,
     };
     let mut server = Server::new(spec, workers, tls, Media { flash: flash.clone(), fast });

@@ -136,6 +136,15 @@ fn explored_moves_with_faults() {
     all("moves, faults, zoned", &Setup::zoned().several().faulty().moving().putting_back(), 17);
 }
 
+/// What a request has for all of a unit takes the place of what is moved, whether or not that can be read.
+#[test]
+fn explored_moves_that_are_overwritten() {
+    all("overwritten", &Setup::table().overwriting().putting_back(), 22);
+    all("overwritten, over a base", &Setup::over_a_base().several().overwriting().putting_back(), 17);
+    all("overwritten, large units", &Setup::large_units().overwriting().putting_back(), 14);
+    all("overwritten, zoned", &Setup::zoned().several().overwriting(), 17);
+}
+
 /// Slots go from one disk to the other.
 #[test]
 fn explored_two_disks() {

@@ -270,6 +270,12 @@ pub enum Bug {
     NeededRowTaken,
     /// Bytes that come back have no checks.
     BackUnchecked,
+    /// What has zeros for a part of a unit takes the place of all of it.
+    OverForPart,
+    /// The bytes of a request take the place of a unit after zeros have.
+    OverByZeros,
+    /// The bit of a unit stays set when what only the fast medium had of it is replaced.
+    OverUnderBit,
     /// Programs without the medium do not look whether it is needed.
     MovedForgotten,
 }

@@ -61,6 +61,9 @@ fn of_moves_by_the_explorer() {
         found_by(&Setup::table().moving(), bug);
     }
     found_by(&Setup::table().moving().putting_back(), Bug::MissingOpened);
+    for bug in [Bug::OverForPart, Bug::OverByZeros, Bug::OverUnderBit] {
+        found_by(&Setup::table().overwriting(), bug);
+    }
 }
 
 #[test]
@@ -85,6 +88,8 @@ fn of_moves_by_trials() {
         (Bug::ClearedWhileMoved, moved::what_is_moved_is_read_written_and_brought_back),
         (Bug::MissingCleared, salvage::what_the_tables_have_lost_does_not_keep_the_others_there),
         (Bug::MissingForgotten, salvage::what_the_tables_have_lost_does_not_keep_the_others_there),
+        (Bug::OverForPart, salvage::what_is_lost_is_overwritten_as_a_whole),
+        (Bug::OverUnderBit, salvage::what_is_lost_is_overwritten_as_a_whole),
     ] {
         let Err(found) = with(bug, trial) else { panic!("{bug:?} is not found") };
         eprintln!("{bug:?}: {found}");

@@ -65,7 +65,8 @@ impl Control {
         let options = ImageOptions {
             format: format.as_ref().map(|format| format.parse()).transpose()?.or(options.format),
             read_only: read_only.unwrap_or(options.read_only),
-            salvages: options.salvages && read_only.unwrap_or(options.read_only),
+            // A medium that is open for what is left of it is not written.
+            salvages: options.salvages && (read_only.unwrap_or(options.read_only) || !options.read_only),
             ..options
         };
         let limits = limits.iter().flatten().map(|(name, number)| (name.as_str(), *number));

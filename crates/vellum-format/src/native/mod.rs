@@ -73,6 +73,7 @@ mod table_places;
 mod tier;
 mod tier_move;
 mod tier_open;
+mod tier_over;
 mod tier_session;
 mod tier_state;
 pub mod unfinished;

@@ -24,6 +24,7 @@ use super::room::whole_units;
 use super::snapshots::still::{Still, refuse_half_reverted};
 use super::snapshots::views::Views;
 use super::superblock::{Superblock, Superblocks};
+use super::tier_over::New;
 use super::unfinished::{self, Found, Then};
 use super::units::Units;
 use super::zone_state::Zones;
@@ -485,7 +486,7 @@ impl Disk for Native {
             self.give_back_if_due().await?;
             let unpromoted = match self.tier.get() {
                 None => None,
-                Some(tier) => Some(Box::pin(self.before_change(tier, span)).await?),
+                Some(tier) => Some(Box::pin(self.before_change(tier, span, New::Data(&data))).await?),
             };
             self.write_any(span, data).await?;
             drop(unpromoted);
@@ -506,7 +507,7 @@ impl Disk for Native {
             self.give_back_if_due().await?;
             let unpromoted = match self.tier.get() {
                 None => None,
-                Some(tier) => Some(Box::pin(self.before_change(tier, span)).await?),
+                Some(tier) => Some(Box::pin(self.before_change(tier, span, New::Zeros)).await?),
             };
             self.zero_any(span, flags).await?;
             drop(unpromoted);
@@ -520,7 +521,7 @@ impl Disk for Native {
             self.give_back_if_due().await?;
             let unpromoted = match self.tier.get() {
                 None => None,
-                Some(tier) => Some(Box::pin(self.before_change(tier, span)).await?),
+                Some(tier) => Some(Box::pin(self.before_change(tier, span, New::Zeros)).await?),
             };
             self.discard_span(span).await?;
             drop(unpromoted);

@@ -23,7 +23,8 @@
 //! 7. The bits in memory and on the medium count only while `counts`; before the first promotion of such an opening they
 //!    are all cleared, durably.
 //!
-//! 8. A unit that only the fast medium has (`tier_move.rs`) is copied back before its bit is cleared.
+//! 8. A unit that only the fast medium has (`tier_move.rs`) is copied back before its bit is cleared, or what a request has for all
+//!    of it takes its place (`tier_over.rs`).
 //!
 //! Left out: a record that carries a small write together with the cleared bit, which would save its flush.
 
@@ -40,6 +41,7 @@ use super::geometry::Bits;
 use super::heat::Heat;
 use super::image::{Native, Origin};
 use super::publish::WORD_COST;
+use super::tier_over::New;
 use super::tier_state::{Copied, Ended, Leaving, Tally, Tier};
 use crate::engine::Commit as _;
 use crate::epochs::Inside;
@@ -92,38 +94,51 @@ impl Native {
     }
 
     /// Called before anything changes what the disk reads as there. The change is made while the guard exists.
-    pub(super) async fn before_change<'a>(&self, tier: &'a Tier, span: GuestSpan) -> Result<Inside<'a>> {
+    pub(super) async fn before_change<'a>(
+        &self,
+        tier: &'a Tier,
+        span: GuestSpan,
+        new: New<'_>,
+    ) -> Result<Inside<'a>> {
         let inside = tier.epochs.enter();
         tier.note_change(self.units_of_span(span));
         if tier.listed.load(SeqCst) > 0 && !span.is_empty() {
-            let ended = self.end_copies(tier, self.units_of_span(span)).await?;
+            let ended = self.end_copies(tier, self.units_of_span(span), (span, new)).await?;
             ended.why.map_or(Ok(()), Err)?;
         }
         Ok(inside)
     }
 
     /// From when this returns, neither a mark nor a bit of these units is left, in memory or on the medium. Those that only the
-    /// fast medium has and that it does not give are told, and are as they were; they do not keep the others there.
-    pub(super) async fn end_copies(&self, tier: &Tier, range: Range<u64>) -> Result<Ended> {
-        let (copied, lost) = tier.with(|state| {
+    /// fast medium has and that it does not give are told, and are as they were; they do not keep the others there. In those of
+    /// which the request has everything, what it has takes the place of what is there alone.
+    pub(super) async fn end_copies(
+        &self,
+        tier: &Tier,
+        range: Range<u64>,
+        (span, new): (GuestSpan, New<'_>),
+    ) -> Result<Ended> {
+        let (copied, lost, missing) = tier.with(|state| {
             for unit in Tier::within(&range, state.marks.iter(), |unit| state.marks.contains(unit)) {
                 state.marks.remove(&unit);
             }
             let lost = Tier::within(&range, state.lost.iter(), |unit| state.lost.contains(unit));
-            (Tier::within(&range, state.copied.keys(), |unit| state.copied.contains_key(unit)), lost)
+            let missing = Tier::within(&range, state.missing.iter(), |unit| state.missing.contains(unit));
+            (Tier::within(&range, state.copied.keys(), |unit| state.copied.contains_key(unit)), lost, missing)
         });
         self.clear_bits(tier, &copied).await?;
         // Those that were not cleared: the image has nothing of them.
         let mut ended = Ended::default();
-        for unit in &copied {
-            if let Some(error) = self.bring_back(tier, *unit).await? {
+        for unit in copied.iter().chain(&missing) {
+            let source = new.source(span, self.span_of_unit(*unit));
+            if let Some(error) = self.bring_back(tier, *unit, source).await? {
                 ended.left.push(*unit);
                 ended.why.get_or_insert(error);
             }
         }
         self.clear_bits(tier, &lost).await?;
         self.end_clearing(tier, |unit| range.contains(&unit)).await?;
-        ended.units = (copied.len() - ended.left.len()) as u64;
+        ended.units = (copied.len() + missing.len() - ended.left.len()) as u64;
         tier.tally.demoted.fetch_add(ended.units, SeqCst);
         Ok(ended)
     }
@@ -314,8 +329,7 @@ impl Native {
         promotion: &Promotion,
         done: &mut Promoted,
     ) -> Result<bool> {
-        let is_missing = self.missing_units().binary_search(&unit).is_ok();
-        if is_missing || tier.with(|state| state.copied.contains_key(&unit)) {
+        if tier.with(|state| state.copied.contains_key(&unit) || state.missing.contains(&unit)) {
             done.there += 1;
             return Ok(false);
         }
@@ -524,10 +538,9 @@ impl Tiers for Native {
                 // waits, which would then take the clear of that write for durable.
                 let _inside = tier.epochs.enter();
                 let units = self.units_of_span(range);
-                let ended = self.end_copies(tier, units.clone()).await?;
+                let ended = self.end_copies(tier, units.clone(), (range, New::Nothing)).await?;
                 done.units += ended.units;
                 left.extend(ended.left);
-                left.extend(self.missing_units().iter().filter(|unit| units.contains(unit)));
                 done.why = done.why.or(ended.why);
             }
             self.end_moving(tier).await?;
@@ -546,7 +559,7 @@ impl Tiers for Native {
     }
 
     fn missing(&self) -> Vec<GuestSpan> {
-        self.spans_of_units(self.missing_units().to_vec())
+        self.spans_of_units(self.missing_units())
     }
 
     fn look_for_lost<'a>(&'a self) -> LocalFuture<'a, Result<(u64, Vec<GuestSpan>)>> {

@@ -4,7 +4,7 @@
 //!   move   copied, no snapshots ► first of an opening: a new session, row, both superblocks: from here on the medium must be there
 //!            ► claim ► image and copy read: the same? ► gate: still copied? entry = moved, stored unit freed    a commit follows
 //!   read   entry moved ► slots of the copy ──error──► an error
-//!   back   claim ► slots read ► fresh unit, checks ► gate: entry, bit cleared ► commit ► the slots are free
+//!   back   claim ► slots read ► fresh unit, checks ► gate: entry, bit cleared ► commit ► the slots are free     (`tier_over.rs`: or zeros)
 //! ```
 //!
 //! What says so is the unit's entry in the table: a number that no stored unit has. So a path that does not know it finds
@@ -23,7 +23,7 @@
 //! 6. An opening finds all moved units copied, or it is refused; to read the rest, it may be opened read-only.
 //! 7. A unit of which a part is read from the base is not moved, so what copies the base, and what detaches it, meets none.
 //!
-//! Left out: snapshots of a disk with moved units; a unit that is written as a whole is copied back first, too.
+//! Left out: snapshots of a disk with moved units.
 
 use std::sync::Arc;
 
@@ -34,7 +34,8 @@ use vellum_core::{
 use super::image::{Native, Origin};
 use super::publish::WORD_COST;
 use super::read::Part;
-use super::tier_state::{Copied, Leaving, State, Tier};
+use super::tier_over::{New, Source};
+use super::tier_state::{Copied, State, Tier};
 use crate::engine::Commit as _;
 use crate::fast::{FastMedium, Moved, OpenRow};
 use crate::state::{UnderWay, lock};
@@ -47,6 +48,11 @@ const ENTRIES: u64 = 1024;
 /// The slots of a unit that only the fast medium has.
 fn slots_if_moved(state: &State, unit: u64) -> Option<Arc<[u32]>> {
     state.copied.get(&unit).filter(|copied| copied.is_moved).map(|copied| copied.slots.clone())
+}
+
+/// Whether only the fast medium has the unit, or should have it.
+fn is_alone(state: &State, unit: u64) -> bool {
+    state.missing.contains(&unit) || slots_if_moved(state, unit).is_some()
 }
 
 impl Native {
@@ -117,8 +123,8 @@ impl Native {
             ErrorKind::Changed,
             format!(
                 "{} of {} units that are on the fast medium alone are not on {}: its table is damaged, or one of the two was put \
-                 back from a copy. What is left can be read (read-only) and copied (`vellum convert --salvage`), or brought back \
-                 (`vellum tier move --back`)",
+                 back from a copy. What is left can be copied (`vellum convert --salvage`), served (`vellum serve --salvage`), or \
+                 brought back (`vellum tier move --back`)",
                 missing.len(),
                 moved.len(),
                 medium.name()
@@ -127,13 +133,16 @@ impl Native {
     }
 
     /// The units that only the fast medium has, and that it has not.
-    pub(super) fn missing_units(&self) -> &[u64] {
-        self.missing.get().map_or(&[], Vec::as_slice)
+    pub(super) fn missing_units(&self) -> Vec<u64> {
+        match self.tier.get() {
+            Some(tier) => lock(&tier.state).missing.iter().copied().collect(),
+            None => self.missing.get().cloned().unwrap_or_default(),
+        }
     }
 
     /// Reads the units that only the fast medium has, one after the other. How many there are, and what is lost of them.
     pub(super) async fn find_lost(&self) -> Result<(u64, Vec<GuestSpan>)> {
-        let mut lost = self.missing_units().to_vec();
+        let mut lost = self.missing_units();
         let mut count = lost.len() as u64;
         if let Some(tier) = self.tier.get() {
             let _inside = tier.epochs.enter();
@@ -244,7 +253,8 @@ impl Native {
                         let moved = self.move_unit(tier, unit, &mut done).await;
                         if moved.as_ref().is_err_and(|error| error.kind() == ErrorKind::Corrupt) {
                             // No promotion is under way. Guests read the image again.
-                            drop(self.end_copies(tier, unit..unit + 1).await?);
+                            let copy = (self.span_of_unit(unit), New::Nothing);
+                            drop(self.end_copies(tier, unit..unit + 1, copy).await?);
                         }
                         if let Some(error) = moved? {
                             left.push(unit);
@@ -376,19 +386,25 @@ impl Native {
         Ok((copy, self.read_span(span, Buffer::for_overwrite(len)).await?))
     }
 
-    /// Copies a unit back, if only the fast medium has it, and clears its bit, in the open transaction. The error of a unit that
-    /// the medium does not give is no error of this: nothing has changed then, and others can be copied back.
-    pub(super) async fn bring_back(&self, tier: &Tier, unit: u64) -> Result<Option<Error>> {
+    /// Copies a unit back, if only the fast medium has it, or puts what a request has in its place, and clears its bit, in the
+    /// open transaction. The error of a unit that the medium does not give is no error of this: nothing has changed then, and
+    /// others can be copied back.
+    pub(super) async fn bring_back(
+        &self,
+        tier: &Tier,
+        unit: u64,
+        source: Source<'_>,
+    ) -> Result<Option<Error>> {
         let context = || format!("{}: can't copy a unit back from its fast medium", self.engine.name);
         let mut rounds = 0;
         loop {
-            if slots_if_moved(&lock(&tier.state), unit).is_none() {
+            if !is_alone(&lock(&tier.state), unit) {
                 return Ok(None);
             }
             let given = self.units().given();
             self.begin_journal().await?;
             let held = self.engine.claims.claim(GuestCluster::new(unit), u32::MAX).await;
-            let brought = self.bring_claimed(tier, unit).await;
+            let brought = self.bring_claimed(tier, unit, source).await;
             self.release_claim(held);
             match brought {
                 Err(error) if error.kind() == ErrorKind::NoSpace => {
@@ -405,16 +421,22 @@ impl Native {
         }
     }
 
-    async fn bring_claimed(&self, tier: &Tier, unit: u64) -> Result<Option<Error>> {
-        let Some(slots) = slots_if_moved(&lock(&tier.state), unit) else { return Ok(None) };
-        let len = usize::try_from(self.unit().map_or(0, BlockSize::bytes)).expect("a unit");
-        let read = tier.row.read(&slots, 0, Buffer::for_overwrite(len)).await;
-        tier.tally.note_lost(&read);
-        let bytes = match read {
-            Ok(read) => read.to_vec(),
-            Err(error) => {
-                return Ok(Some(error.context(self.out_of_reach_text(self.span_of_unit(unit).start()))));
+    async fn bring_claimed(&self, tier: &Tier, unit: u64, source: Source<'_>) -> Result<Option<Error>> {
+        if !is_alone(&lock(&tier.state), unit) {
+            return Ok(None); // another request was here
+        }
+        let bytes = match source {
+            Source::Zeros => return self.enter_zeros(tier, unit).await.map(|()| None),
+            Source::Data { data, at, len } => {
+                let whole = usize::try_from(self.unit().map_or(0, BlockSize::bytes)).expect("a unit");
+                let mut bytes = vec![0; whole.max(len)];
+                data.copy_to(at, &mut bytes[..len]);
+                bytes
             }
+            Source::Fast => match self.read_alone(tier, unit).await {
+                Ok(bytes) => bytes,
+                Err(error) => return Ok(Some(error)),
+            },
         };
         let (entry, bit) = (self.places.entry(unit), self.places.fast_bit(unit).expect("it is copied"));
         self.find(|| self.home.get(bit)).await?;
@@ -426,6 +448,16 @@ impl Native {
             self.give_up(fresh);
         }
         entered.map(|()| None)
+    }
+
+    /// All of a unit that only the fast medium has.
+    async fn read_alone(&self, tier: &Tier, unit: u64) -> Result<Vec<u8>> {
+        let at = self.span_of_unit(unit).start();
+        let slots = slots_if_moved(&lock(&tier.state), unit).ok_or_else(|| self.out_of_reach(at))?;
+        let len = usize::try_from(self.unit().map_or(0, BlockSize::bytes)).expect("a unit");
+        let read = tier.row.read(&slots, 0, Buffer::for_overwrite(len)).await;
+        tier.tally.note_lost(&read);
+        read.map(|read| read.to_vec()).context(|| self.out_of_reach_text(at))
     }
 
     async fn enter_back(&self, tier: &Tier, unit: u64, bytes: Vec<u8>, fresh: u32) -> Result<()> {
@@ -441,12 +473,7 @@ impl Native {
         self.journal().expect("it has begun").add_checks(&checks);
         tier.with(|state| {
             self.enter_unit(entry, fresh);
-            self.home.change(bit.word, |word| bit.set(word, 0));
-            state.clearing.insert(unit);
-            if let Some(Copied { slots, .. }) = state.copied.remove(&unit) {
-                let stamp = tier.epochs.now();
-                state.leaving.push(Leaving { unit, slots, stamp, is_durable: false });
-            }
+            self.leave_fast(tier, state, unit, bit);
         });
         drop(gate);
         Ok(())

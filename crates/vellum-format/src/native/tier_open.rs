@@ -7,7 +7,7 @@
 //! ```
 //!
 //! 1. A unit that is there alone and of which the medium says nothing complete is *missing*: it reads as an error, and nothing
-//!    changes its entry and its bit.
+//!    changes its entry and its bit, but a request that has bytes for all of it.
 //! 2. To salvage, an image that is only read is opened also without its medium, or with a wrong one: then all units that are
 //!    there alone are missing.
 
@@ -51,7 +51,7 @@ impl Native {
             state.lost = self.lost_units(&state.copied).await?;
             // Their bits are to go on saying that the medium has them.
             state.lost.retain(|unit| missing.binary_search(unit).is_err());
-            drop(self.missing.set(missing));
+            state.missing = missing.into_iter().collect();
             let kept: HashSet<u32> =
                 state.copied.values().flat_map(|copied| copied.slots.iter().copied()).collect();
             others =
@@ -68,7 +68,7 @@ impl Native {
         let tier = Tier {
             row,
             epochs: Epochs::default(),
-            listed: AtomicUsize::new(state.copied.len() + state.lost.len()),
+            listed: AtomicUsize::new(state.copied.len() + state.lost.len() + state.missing.len()),
             state: Mutex::new(state),
             counts: AtomicBool::new(counts),
             begun: async_lock::Mutex::default(),

@@ -1,5 +1,6 @@
 //! What is known in memory of a fast medium beside an open image. `tier.rs` says what it is for.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -41,6 +42,8 @@ pub(super) struct State {
     /// Units whose bit is set although the medium has nothing complete for them: a damaged entry, or a medium of another
     /// time. They are read from the image. The medium that has them may come back, so a write clears the bit as any other.
     pub(super) lost: HashSet<u64>,
+    /// Units that only the fast medium has and of which it says nothing complete.
+    pub(super) missing: BTreeSet<u64>,
 }
 
 #[derive(Default)]
@@ -113,8 +116,9 @@ impl Tier {
     pub(super) fn with<T>(&self, act: impl FnOnce(&mut State) -> T) -> T {
         let mut state = lock(&self.state);
         let done = act(&mut state);
-        let State { copied, marks, clearing, lost, .. } = &*state;
-        self.listed.store(copied.len() + marks.len() + clearing.len() + lost.len(), SeqCst);
+        let State { copied, marks, clearing, lost, missing, .. } = &*state;
+        let listed = copied.len() + marks.len() + clearing.len() + lost.len() + missing.len();
+        self.listed.store(listed, SeqCst);
         done
     }
 

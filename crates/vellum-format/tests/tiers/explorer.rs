@@ -34,7 +34,7 @@ use vellum_format::native::{CreateOptions, Native, OpenOptions, create};
 use vellum_sim::explore::Medium;
 use vellum_sim::{
     Content, CrashKind, CrashPoint, Delay, Drive, DriveOptions, Effect, EventLog, Expectation, Fault,
-    FaultPlan, Operation, Oracle, Position, World,
+    FaultPlan, Operation, Oracle, Position, Repeat, World,
 };
 
 use crate::common::native::NativeSetup;
@@ -45,6 +45,8 @@ mod steps;
 use steps::{step, step_of_other};
 
 const UNIT: u64 = 64 << 10;
+/// Where a medium of few slots has the first of them.
+const SLOTS_AT: u64 = 576 << 10;
 /// UUID of the image.
 const UUID: [u8; 16] = [7; 16];
 /// UUID of the other disk's image.
@@ -69,6 +71,8 @@ pub(crate) struct Setup {
     pub(crate) put_back_one_in: u64,
     /// Units are moved: their space in the image is free.
     pub(crate) moves: bool,
+    /// Units that are moved are mostly written, zeroed and discarded as a whole, and some slots cannot be read.
+    pub(crate) overwrites: bool,
     /// Another disk has copies on the medium, too.
     pub(crate) other: bool,
     /// At most this many positions of a program.
@@ -90,6 +94,7 @@ impl Setup {
             snapshots: false,
             put_back_one_in: 0,
             moves: false,
+            overwrites: false,
             other: false,
             positions: 100,
             nested_one_in: 300,
@@ -133,6 +138,10 @@ impl Setup {
 
     pub(crate) fn moving(self) -> Self {
         Self { moves: true, nested_one_in: 150, ..self }
+    }
+
+    pub(crate) fn overwriting(self) -> Self {
+        Self { overwrites: true, ..self.moving() }
     }
 
     pub(crate) fn putting_back(self) -> Self {
@@ -385,6 +394,14 @@ fn run(setup: &Setup, images: &Images, initial: &Content, seed: u64) -> (Run, Re
                 _ => plan.add(Fault::nth(Operation::Read, 1 + random.below(30))),
             }
         }
+        // What a slot has is lost for this program. What a crash leaves is judged with a medium that gives it again.
+        if setup.overwrites && may_read && random.one_in(2) {
+            plan.add(Fault {
+                within: Some((ImageOffset::new(SLOTS_AT) + random.below(setup.slots) * UNIT).span(UNIT)),
+                repeat: Repeat::ForEver,
+                ..Fault::nth(Operation::Read, random.below(4))
+            });
+        }
         plan
     };
     let drive = |content: &Shown, random: &mut Random, may_read: bool| {
@@ -461,7 +478,9 @@ fn run(setup: &Setup, images: &Images, initial: &Content, seed: u64) -> (Run, Re
         first_error
     });
     let wrong = match outcome {
-        Err(error) if !setup.faults => Err(format!("nothing failed, and yet: {}", error.chain())),
+        Err(error) if !setup.faults && !setup.overwrites => {
+            Err(format!("nothing failed, and yet: {}", error.chain()))
+        }
         _ => Ok(()),
     };
     (Run { image: image.log(), fast: fast.log(), other: other.log(), oracle, world }, wrong)

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use vellum_core::{
     Buffer, Disk, ErrorKind, GuestOffset, GuestSpan, ImageOffset, ImageSpan, Random, Result, SharedStorage,
-    Storage as _, WriteFlags,
+    Storage as _, WriteFlags, ZeroFlags,
 };
 use vellum_format::FormatKind;
 use vellum_format::fast::{FastMedium, Tiers};
@@ -83,16 +83,16 @@ pub(crate) fn a_unit_that_cannot_be_read_does_not_keep_the_others_there() -> Tri
             Fault { within: Some(slot(1)), repeat: Repeat::ForEver, ..Fault::nth(Operation::Read, 0) };
         both.faults.add(fails);
         // A write fails, and what it can take back is taken back.
-        let data = Buffer::zeroed(3 * 65_536);
+        let data = Buffer::zeroed(65_536);
         is_refused(
             "written",
-            disk.write(GuestOffset::ZERO, data, WriteFlags::default()).await,
+            disk.write(GuestOffset::new(512), data, WriteFlags::default()).await,
             ErrorKind::Io,
         )?;
-        ensure(disk.facts().moved == 2, format!("{:?}", disk.facts()))?;
+        ensure(disk.facts().moved == 3, format!("{:?}", disk.facts()))?;
         reads(&disk, 0, 1, "beside a write that failed").await?;
         let done = disk.demote(&[GuestOffset::ZERO.span(UNITS * UNIT)]).await.map_err(chain)?;
-        ensure(done.units == 1 && done.left == [unit_span(1)], format!("{done:?}"))?;
+        ensure(done.units == 2 && done.left == [unit_span(1)], format!("{done:?}"))?;
         ensure(done.why.is_some_and(|why| why.kind() == ErrorKind::Io), "it says why")?;
         ensure(disk.facts().moved == 1, "one is left")?;
         disk.close().await.map_err(chain)?;
@@ -208,7 +208,11 @@ pub(crate) fn what_the_tables_have_lost_does_not_keep_the_others_there() -> Tria
         let at = GuestOffset::new(2 * UNIT);
         is_refused("written", disk.write(at, data, WriteFlags::default()).await, ErrorKind::Io)?;
         let flags = WriteFlags::default();
-        is_refused("discarded", disk.discard(unit_span(2), flags).await, ErrorKind::Io)?;
+        is_refused(
+            "discarded",
+            disk.discard(unit_span(2).split_at(UNIT - 4096).0, flags).await,
+            ErrorKind::Io,
+        )?;
         disk.promote(promotion_of(2)).await.map_err(chain)?;
         disk.close().await.map_err(chain)?;
         drop(disk);
@@ -231,6 +235,102 @@ pub(crate) fn what_the_tables_have_lost_does_not_keep_the_others_there() -> Tria
         }
         let done = disk.demote(&all).await.map_err(chain)?;
         ensure(done.units == 1 && done.left.is_empty(), format!("{done:?}"))?;
+        disk.close().await.map_err(chain)
+    })
+}
+
+/// A write, zeros or a discard of all of a unit takes the place of what the medium does not give, and of a part of it nothing does.
+pub(crate) fn what_is_lost_is_overwritten_as_a_whole() -> Trial {
+    let both = Both::new();
+    both.world.run(async {
+        four_moved(&both).await?;
+        let disk = both.open(2).await?;
+        for unit in 1..4 {
+            both.faults.add(Fault {
+                within: Some(slot(unit)),
+                repeat: Repeat::ForEver,
+                ..Fault::nth(Operation::Read, 0)
+            });
+        }
+        let refused_in_part = async || {
+            let part = |unit: u64| (GuestOffset::new(unit * UNIT) + 4096).span(UNIT - 4096);
+            let data = Buffer::zeroed(usize::try_from(UNIT - 4096).unwrap());
+            is_refused(
+                "written",
+                disk.write(part(1).start(), data, WriteFlags::default()).await,
+                ErrorKind::Io,
+            )?;
+            is_refused("zeroed", disk.write_zeroes(part(2), ZeroFlags::default()).await, ErrorKind::Io)?;
+            is_refused("discarded", disk.discard(part(3), WriteFlags::default()).await, ErrorKind::Io)
+        };
+        refused_in_part().await?;
+        has_all_but(&disk, &[1, 2, 3], "after a part was written").await?;
+        let lost = disk.lost_reads();
+        put(&disk, 1, 11).await?;
+        disk.write_zeroes(unit_span(2), ZeroFlags::default()).await.map_err(chain)?;
+        disk.discard(unit_span(3), WriteFlags::default()).await.map_err(chain)?;
+        disk.flush().await.map_err(chain)?;
+        let has = async |disk: &Native, when: &str| {
+            for (unit, value) in [(0, 1), (1, 11), (2, 0), (3, 0), (4, 5)] {
+                reads(disk, unit, value, when).await?;
+            }
+            Ok::<(), String>(())
+        };
+        has(&disk, "when it was overwritten").await?;
+        ensure(disk.facts().moved == 1 && disk.lost_reads() == lost, format!("{:?}", disk.facts()))?;
+        disk.close().await.map_err(chain)?;
+        drop(disk);
+        // It can be read again, and does not come back.
+        both.faults.clear();
+        let disk = both.open(3).await?;
+        has(&disk, "when the medium gives it again").await?;
+        let done = disk.demote(&[GuestOffset::ZERO.span(UNITS * UNIT)]).await.map_err(chain)?;
+        ensure(done.units == 1 && done.left.is_empty(), format!("{done:?}"))?;
+        disk.close().await.map_err(chain)?;
+        drop(disk);
+        let disk = both.open_alone().await?;
+        has(&disk, "home again").await?;
+        disk.close().await.map_err(chain)
+    })
+}
+
+/// The same of a unit whose entry is damaged, in an image that is opened for writing to salvage it.
+pub(crate) fn what_the_tables_have_lost_is_overwritten_as_a_whole() -> Trial {
+    let both = Both::new();
+    both.world.run(async {
+        four_moved(&both).await?;
+        let (at, mut entry) = (ImageOffset::new(ENTRIES_AT + 2 * 32), [0; 32]);
+        let mut content = both.fast.content();
+        content.read(at, &mut entry);
+        content.write(at, &[0x5A; 32]);
+        let damaged = Drive::from_content(&both.world, content, DriveOptions::default());
+        let medium = FastMedium::open(damaged.clone(), Random::from_seed(4)).await.map_err(chain)?;
+        let disk = salvage(&both, Some(medium), false).await.map_err(chain)?;
+        has_all_but(&disk, &[2], "before").await?;
+        let part = disk.write(unit_span(2).start(), Buffer::zeroed(512), WriteFlags::default()).await;
+        is_refused("written in part", part, ErrorKind::Io)?;
+        put(&disk, 2, 22).await?;
+        ensure(disk.facts().missing == 0 && disk.missing().is_empty(), "it is lost no more")?;
+        disk.close().await.map_err(chain)?;
+        drop(disk);
+        let has = async |disk: &Native, when: &str| {
+            for (unit, value) in [(0, 1), (1, 2), (2, 22), (3, 4), (4, 5)] {
+                reads(disk, unit, value, when).await?;
+            }
+            Ok::<(), String>(())
+        };
+        // Nothing is missing, so nobody has to ask for it.
+        let disk = open_with(&both, &both.image, Some(&damaged), false).await.map_err(chain)?;
+        has(&disk, "when it was overwritten").await?;
+        disk.close().await.map_err(chain)?;
+        drop(disk);
+        let mut content = damaged.content();
+        content.write(at, &entry);
+        let mended = Drive::from_content(&both.world, content, DriveOptions::default());
+        let disk = open_with(&both, &both.image, Some(&mended), false).await.map_err(chain)?;
+        has(&disk, "when the entry can be read again").await?;
+        let done = disk.demote(&[GuestOffset::ZERO.span(UNITS * UNIT)]).await.map_err(chain)?;
+        ensure(done.units == 3 && done.left.is_empty(), format!("{done:?}"))?;
         disk.close().await.map_err(chain)
     })
 }
@@ -267,4 +367,6 @@ fn salvaged() {
     what_is_left_of_a_medium_is_read().unwrap();
     what_the_tables_have_lost_does_not_keep_the_others_there().unwrap();
     an_image_that_is_only_read_is_open_more_than_once().unwrap();
+    what_is_lost_is_overwritten_as_a_whole().unwrap();
+    what_the_tables_have_lost_is_overwritten_as_a_whole().unwrap();
 }

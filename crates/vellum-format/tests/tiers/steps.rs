@@ -59,9 +59,20 @@ pub(super) async fn step(
         Buffer::copy_of(&bytes)
     };
     let fua = WriteFlags { fua: random.one_in(12) };
-    if setup.moves && random.one_in(6) {
+    if setup.moves && random.one_in(if setup.overwrites { 4 } else { 6 }) {
         let range = span(some_unit(random), 1 + random.below(3 * unit));
         return move_away(native, range).await;
+    }
+    if setup.overwrites && random.one_in(4) {
+        let whole = span(some_unit(random), unit * (1 + random.below(2)));
+        return match random.below(4) {
+            0 => disk.discard(whole, fua).await,
+            1 => {
+                let flags = ZeroFlags { may_unmap: random.one_in(2), fua: fua.fua, ..ZeroFlags::default() };
+                disk.write_zeroes(whole, flags).await
+            }
+            _ => disk.write(whole.start(), bytes(random, whole.len()), fua).await,
+        };
     }
     if setup.snapshots && random.one_in(12) {
         return step_of_snapshots(random, native).await;

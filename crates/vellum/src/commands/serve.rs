@@ -568,6 +568,10 @@ pub(crate) fn run(mut args: Args) -> Outcome {
         )
         .into());
     }
+    if args.disk.salvage && !args.read_only && args.fast.is_none() {
+        let why = "--salvage needs --read-only, or --fast with the medium whose tables are damaged";
+        return Err(Error::invalid(why).into());
+    }
     let tls = args.tls.files(!args.nbd.is_empty() || !passed.is_empty())?;
     if args.exit_when_unused && args.nbd.is_empty() && args.nbd_device.is_empty() && passed.is_empty() {
         return Err(Error::invalid(

@@ -4,7 +4,7 @@
 use super::support::client::Client;
 use super::support::dir::Dir;
 use super::support::noise;
-use super::support::program::vellum;
+use super::support::program::{until_let_go, vellum};
 use super::support::server::Server;
 use super::tier::{attached, same, status};
 use super::{MIB, refused};
@@ -138,6 +138,51 @@ fn what_is_left_of_a_medium_is_copied_and_brought_back() {
     vellum(&["convert", "-q", "-O", "raw", &image, &raw]).answer();
     bytes[lost.clone()].copy_from_slice(&noise(8 * MIB, 3)[lost]);
     same(&std::fs::read(&raw).expect("a copy"), &bytes, "home again");
+}
+
+/// The medium has lost the entry of a unit. The disk is served and written, and a write of all of the unit takes its place.
+#[test]
+fn a_lost_unit_is_overwritten_as_a_whole() {
+    let dir = Dir::new("tier-overwritten");
+    let (image, fast, mut bytes) = moved(&dir);
+    let control = dir.text("ctl");
+    let flip = |at: usize| {
+        let mut medium = std::fs::read(&fast).expect("a medium");
+        medium[at] ^= 1;
+        std::fs::write(&fast, &medium).expect("it is written");
+    };
+    flip(ENTRIES_AT + 5 * 32);
+    let place = Dir::short();
+    let socket = format!("unix:{}", place.text("s"));
+    let ran = vellum(&["serve", "--nbd", &socket, "--fast", &fast, &image]);
+    let says = |word: &str| ran.err.contains(word);
+    assert!(ran.code == 1 && says("1 of 16 units") && says("`vellum serve --salvage`"), "{ran:?}");
+    let server = Server::start(&[&image, "--salvage", "--fast", &fast, "--control", &control]);
+    let mut client = Client::connect(&server.peer(), "").expect("it is served");
+    let at = 5 * UNIT;
+    client.read(at as u64, 512).expect_err("what is lost is no zeros");
+    client.write(at as u64, &noise(512, 8), 0).expect_err("the rest of the unit cannot be read");
+    assert_eq!(status(&["--control", &control])["missing"].as_u64(), Some(1));
+    let written = noise(UNIT, 9);
+    client.write(at as u64, &written, 0).expect("it takes the place of what is lost");
+    client.write(at as u64 + 512, &written[..512], 0).expect("and is written as any");
+    client.flush().expect("a flush");
+    bytes[at..at + UNIT].copy_from_slice(&written);
+    bytes[at + 512..at + 1024].copy_from_slice(&written[..512]);
+    same(&client.read_all().expect("it is read"), &bytes, "overwritten");
+    assert_eq!(status(&["--control", &control])["missing"].as_u64(), Some(0));
+    server.kill();
+    until_let_go(&image);
+
+    // Nothing is missing, and the entry that can be read again brings nothing back.
+    for _ in 0..2 {
+        let server = Server::start(&[&image, "--fast", &fast]);
+        let mut client = Client::connect(&server.peer(), "").expect("it is served");
+        same(&client.read_all().expect("it is read"), &bytes, "after a kill");
+        drop(client);
+        server.stop();
+        flip(ENTRIES_AT + 5 * 32);
+    }
 }
 
 /// A disk that is served gets a backing image of which the server's medium alone has parts.

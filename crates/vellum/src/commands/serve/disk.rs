@@ -41,11 +41,12 @@ pub(crate) struct DiskArgs {
     /// The file is in TMPDIR (default /var/tmp). It has no name once the server is ready.
     #[arg(long, requires = "image", conflicts_with_all = ["export", "control", "snapshot", "read_only", "prefetch", "copy_on_read", "flash", "fast"], help_heading = IMAGES)]
     temporary: bool,
-    /// With --read-only: serve images although their fast medium is lost or damaged
+    /// With --read-only or --fast: serve images although their fast medium is lost or damaged
     ///
-    /// What the medium alone had (`vellum tier move`) is an I/O error, and everything else is read. Of a medium that is given with
-    /// --fast, what is left is used.
-    #[arg(long, requires = "read_only", help_heading = IMAGES)]
+    /// What the medium alone had (`vellum tier move`) is an I/O error, and everything else is read. With --read-only, of a medium
+    /// that is given with --fast, what is left is used. Without it, the medium must be there as a whole, but for damaged entries of
+    /// its tables; a write, zeros or a discard of all of a lost unit takes its place.
+    #[arg(long, help_heading = IMAGES)]
     pub(super) salvage: bool,
     /// Do not start unless IMAGE has the dirty bitmap NAME; may be given several times
     ///

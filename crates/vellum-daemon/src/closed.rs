@@ -300,12 +300,33 @@ pub async fn amend(path: &Path, format: Option<FormatKind>, wish: &Amend) -> Res
 /// # Errors
 /// `Unsupported` for a format without snapshots, and the errors of the image.
 pub async fn snapshots(path: &Path, format: Option<FormatKind>, force_share: bool) -> Result<Vec<Snapshot>> {
+    listed(path, format, force_share).await?.map_err(|kind| none_in(path, kind))
+}
+
+/// As above; nothing for a format without snapshots.
+///
+/// # Errors
+/// The errors of the image.
+pub async fn snapshots_if_any(
+    path: &Path,
+    format: Option<FormatKind>,
+    force_share: bool,
+) -> Result<Option<Vec<Snapshot>>> {
+    listed(path, format, force_share).await.map(std::result::Result::ok)
+}
+
+/// The snapshots of an image, or its format if that has none.
+async fn listed(
+    path: &Path,
+    format: Option<FormatKind>,
+    force_share: bool,
+) -> Result<std::result::Result<Vec<Snapshot>, FormatKind>> {
     let options = ImageOptions { format, force_share, ..ImageOptions::reading() };
     let (storage, kind) = open_file_replayed(path, &options).await?;
     if kind.format().snapshot_support() == SnapshotSupport::None {
-        return Err(none_in(path, kind));
+        return Ok(Err(kind));
     }
-    kind.format().read(&*storage).await?.snapshots(&storage, Some(&storage)).await
+    kind.format().read(&*storage).await?.snapshots(&storage, Some(&storage)).await.map(Ok)
 }
 
 /// Makes a snapshot. Returns its id. `may_repeat` allows a name that another snapshot has, where the format does.

@@ -32,6 +32,7 @@ use crate::copy::{CopyCompression, CopyOptions, copy};
 use crate::create::{CreateTarget, create_native, create_qcow2_instead, new_raw, no_new_luks};
 use crate::host::check_new_name;
 use crate::image::{ImageOptions, open_image};
+use crate::joined::joined;
 use crate::salvage::Salvaged;
 pub use crate::same_file::same_file;
 use crate::same_file::{files_of, files_of_top, first_same_file, refuse_same_file};
@@ -117,26 +118,39 @@ pub enum Step {
     LostInAll(u64),
 }
 
-/// Converts an open disk, and closes it. `progress` gets each step. Must be called on a worker.
+/// Converts open disks, one behind the other, and closes them. `progress` gets each step. Must be called on a worker.
 ///
 /// # Errors
-/// The errors of both disks and of creating the new one, and what is left of it; `Closed` when it was stopped.
+/// The errors of the disks and of creating the new one, and what is left of it; `Closed` when it was stopped.
 pub async fn convert(
-    source: Chain,
+    sources: Vec<Chain>,
     conversion: &Conversion,
     stop: &mut Stop,
     progress: &dyn Fn(Step),
 ) -> Result<()> {
-    let disk = source.disk().clone();
-    let (size, files) = (disk.geometry().size, files_of(&source));
+    let disks: Vec<SharedDisk> = sources.iter().map(|source| source.disk().clone()).collect();
+    let files: Vec<PathBuf> = sources.iter().flat_map(files_of).collect();
+    let known = match &sources[..] {
+        [only] => only.tier().map(|tier| tier.missing()).unwrap_or_default(),
+        _ => Vec::new(),
+    };
+    let close = async || {
+        let mut closed = Ok(());
+        for source in sources {
+            closed = closed.and(source.close().await);
+        }
+        closed
+    };
+    let disk = match joined(&disks) {
+        Ok(disk) => disk,
+        Err(error) => return close().await.and(Err(error)),
+    };
+    let size = disk.geometry().size;
     if !conversion.salvages {
-        let close = async || source.close().await;
         return convert_and((&disk, &files), size, close, conversion, stop, progress).await;
     }
-    let known = source.tier().map(|tier| tier.missing()).unwrap_or_default();
     let salvaged = Arc::new(Salvaged::of(disk, known));
     let disk: SharedDisk = salvaged.clone();
-    let close = async || source.close().await;
     let done = convert_and((&disk, &files), size, close, conversion, stop, progress).await;
     let lost = salvaged.lost();
     lost.runs.iter().for_each(|run| progress(Step::Lost(*run)));

@@ -42,6 +42,7 @@ mod grow;
 pub mod host;
 pub mod image;
 pub mod inspect;
+mod joined;
 pub mod keys;
 pub mod map;
 pub mod measure;

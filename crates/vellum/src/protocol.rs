@@ -54,6 +54,14 @@ pub(crate) fn place_there(name: &OsStr) -> Result<PathBuf> {
     }
 }
 
+/// A name that keys give, which has no protocol: of a file or a URL.
+pub(crate) fn as_file(name: &Path) -> PathBuf {
+    match split(name) {
+        Some(_) if Url::of_path(name).is_none() => Path::new(".").join(name),
+        _ => name.to_owned(),
+    }
+}
+
 /// Whether this name is that of an export of an NBD server.
 pub(crate) fn is_nbd(name: &Path) -> bool {
     let scheme = Url::of_path(name).and_then(Result::ok).map(|url| url.scheme());

@@ -10,7 +10,14 @@ use vellum_daemon::{Amend, FormatKind, IoMode, run as run_worker};
 use super::Outcome;
 use crate::args::parse_format;
 use crate::key_values::split_options;
+use crate::output::say;
 use crate::protocol::image_name;
+
+/// What `-o help` prints, in the form of `qemu-img`.
+const HELP: &str = "Amend options for 'qcow2':
+  compat=<str>           - Compatibility level (v2 [0.10] or v3 [1.1])
+  lazy_refcounts=<bool (on/off)> - Postpone refcount updates
+  refcount_bits=<num>    - Width of a reference count entry in bits";
 
 /// Change the version, refcount width or lazy refcounts of a qcow2 image, without a copy
 ///
@@ -29,13 +36,18 @@ pub(crate) struct Args {
     #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
     format: Option<FormatKind>,
     /// The image
-    #[arg(value_name = "FILE", value_parser = image_name())]
-    file: PathBuf,
+    #[arg(value_name = "FILE", value_parser = image_name(), required_unless_present = "options")]
+    file: Option<PathBuf>,
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
+    if args.options.iter().any(|list| list.split(',').any(|option| option == "help" || option == "?")) {
+        say(HELP);
+        return Ok(ExitCode::SUCCESS);
+    }
     let wish = wish(&args.options)?;
-    run_worker(IoMode::Auto, async || amend(&args.file, args.format, &wish).await)??;
+    let file = args.file.as_ref().ok_or_else(|| Error::invalid("give the name of the image"))?;
+    run_worker(IoMode::Auto, async || amend(file, args.format, &wish).await)??;
     Ok(ExitCode::SUCCESS)
 }
 

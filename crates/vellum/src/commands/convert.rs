@@ -15,15 +15,16 @@ use vellum_daemon::{Encrypted, FormatKind, ImageOptions, IoMode, open_image, run
 
 use super::{Failure, Outcome, or_share, with_code};
 use crate::args::{AllowArgs, NewImage, OutputFormat, parse_format, parse_size};
-use crate::names::named;
+use crate::names::{Named, named};
 use crate::output::{complain, say_json, say_json_line};
 use crate::progress::{Progress, Wish};
 use crate::protocol::is_nbd;
 use crate::secrets::SecretArgs;
+use crate::spoken::is_qemu_command;
 
 /// Copy a disk into a new image of the same or another format
 ///
-/// Zeros are not stored.
+/// Zeros are not stored. Several sources are joined: the copy has their disks one behind the other.
 ///
 /// The new image is written under a temporary name in the directory of the target and renamed when it is
 /// complete. An existing target stays intact until then, so there must be room for both; one whose data file gets the copy is emptied first. A target that is a
@@ -138,8 +139,9 @@ pub(crate) struct Args {
     allow: AllowArgs,
     #[command(flatten)]
     secrets: SecretArgs,
-    /// The image to copy
-    source: PathBuf,
+    /// The image to copy; of several, each begins at a multiple of 512 bytes in the copy
+    #[arg(required = true, value_name = "SOURCE")]
+    sources: Vec<PathBuf>,
     /// The image to create
     target: PathBuf,
 }
@@ -177,21 +179,32 @@ impl Args {
 }
 
 pub(crate) fn run(mut args: Args) -> Outcome {
-    let source = named(&args.source, args.format, args.image_opts)?;
+    if is_qemu_command() && (!args.sparse_size.is_multiple_of(512) || args.sparse_size > 16 << 20) {
+        return Err(Error::invalid("-S: use a multiple of 512 up to 16M").into());
+    }
+    if is_qemu_command() && args.parallel > 16 {
+        return Err(Error::invalid("-m: use 1 to 16").into());
+    }
+    let sources = args.sources.iter().map(|source| named(source, args.format, args.image_opts));
+    let sources = sources.collect::<Result<Vec<Named>>>()?;
     let target = named(&args.target, args.target_format, args.target_image_opts)?;
     // There is nothing to create: the server has the export.
     args.no_create |= is_nbd(&target.path);
-    let must_be = [source.must_be_encrypted(), target.must_be_encrypted()];
-    (args.source, args.format) = (source.path, source.format);
+    let target_is = target.must_be_encrypted();
+    args.sources = sources.iter().map(|source| source.path.clone()).collect();
     (args.target, args.target_format) = (target.path, target.format);
-    let bytes = run_worker(IoMode::Auto, async || convert(&args, must_be).await)??;
+    let bytes = run_worker(IoMode::Auto, async || convert(&args, &sources, target_is).await)??;
     if args.output == OutputFormat::Json {
-        let answer = json!({
-            "source": args.source.display().to_string(),
+        let mut answer = json!({
             "target": args.target.display().to_string(),
             "format": args.target_format().to_string(),
             "virtual-size": bytes,
         });
+        let names: Vec<String> = args.sources.iter().map(|source| source.display().to_string()).collect();
+        match &names[..] {
+            [only] => answer["source"] = json!(only),
+            all => answer["sources"] = json!(all),
+        }
         // Among lines of JSON the answer is one of them.
         if args.progress { say_json_line(&answer) } else { say_json(&answer) }
     }
@@ -199,7 +212,7 @@ pub(crate) fn run(mut args: Args) -> Outcome {
 }
 
 /// Copies. What the source and an existing target must be by their options is given.
-async fn convert(args: &Args, [source_is, target_is]: [Option<Encrypted>; 2]) -> Result<u64, Failure> {
+async fn convert(args: &Args, sources: &[Named], target_is: Option<Encrypted>) -> Result<u64, Failure> {
     let new = NewImage::parse(&args.options)?;
     new.suits(args.target_format(), "-O")?;
     if args.compress && !args.no_create {
@@ -231,18 +244,23 @@ async fn convert(args: &Args, [source_is, target_is]: [Option<Encrypted>; 2]) ->
             Error::invalid("-B: a raw disk has no backing image: use `-O qcow2` or `-O vellum`").into()
         );
     }
-    if same_file(&args.source, &args.target) {
-        return Err(
-            Error::invalid(format!("{} cannot be converted into itself", args.source.display())).into()
-        );
+    if let Some(source) = args.sources.iter().find(|source| same_file(source, &args.target)) {
+        return Err(Error::invalid(format!("{} cannot be converted into itself", source.display())).into());
+    }
+    let alone = [
+        (args.snapshot.is_some(), "-l"),
+        (args.bitmaps, "--bitmaps"),
+        (backing.is_some(), "-B"),
+        (args.fast.is_some(), "--fast"),
+    ];
+    if let Some((_, option)) = alone.iter().find(|(is_said, _)| *is_said && sources.len() > 1) {
+        return Err(Error::invalid(format!("{option} goes with one source, not with several")).into());
     }
     let mut stop = Stop::new()?;
     let secrets = args.secrets.read()?;
-    let options = ImageOptions {
+    let reading = ImageOptions {
         secrets: Arc::new(secrets.with_copy(new.key_secret())),
         may_be_weak: true,
-        must_be_encrypted: source_is,
-        format: args.format,
         snapshot: args.snapshot.clone(),
         force_share: args.force_share,
         direct: args.is_direct(),
@@ -252,11 +270,22 @@ async fn convert(args: &Args, [source_is, target_is]: [Option<Encrypted>; 2]) ->
         salvages: args.salvage,
         ..ImageOptions::reading()
     };
-    let source = match stop.or_stopped(open_image(&args.source, &options)).await {
-        Err(error) if stop.is_requested() => return Err(interrupted(error)),
-        opened => opened.map_err(or_share)?,
+    let mut opened = Vec::with_capacity(sources.len());
+    for Named { path, format, .. } in sources {
+        let must_be_encrypted = sources[opened.len()].must_be_encrypted();
+        let options = ImageOptions { format: *format, must_be_encrypted, ..reading.clone() };
+        opened.push(match stop.or_stopped(open_image(path, &options)).await {
+            Err(error) if stop.is_requested() => return Err(interrupted(error)),
+            opened => opened.map_err(or_share)?,
+        });
+    }
+    let size = match &opened[..] {
+        [only] => only.disk().geometry().size,
+        all => all
+            .iter()
+            .map(|one| one.disk().geometry().size.next_multiple_of(512))
+            .fold(0, u64::saturating_add),
     };
-    let size = source.disk().geometry().size;
     if new.size.is_some_and(|wanted| wanted != size) {
         return Err(Error::invalid(format!(
             "-o size: the source has {size} bytes, and a copy keeps its size"
@@ -267,7 +296,7 @@ async fn convert(args: &Args, [source_is, target_is]: [Option<Encrypted>; 2]) ->
         true if args.target_format() != FormatKind::Qcow2 => {
             return Err(Error::invalid("--bitmaps: only qcow2 images have bitmaps: use `-O qcow2`").into());
         }
-        true => copies_of(&source, args.skip_broken_bitmaps).await?,
+        true => copies_of(&opened[0], args.skip_broken_bitmaps).await?,
         false => Vec::new(),
     };
     let (qcow2, native) = new.with_keys(&secrets)?;
@@ -295,7 +324,9 @@ async fn convert(args: &Args, [source_is, target_is]: [Option<Encrypted>; 2]) ->
         backing: backing.cloned().zip(backing_format),
         bitmaps,
     };
-    let (is_encrypted, is_plain) = (source.is_any_encrypted(), Cell::new(false));
+    let (is_encrypted, is_plain) = (opened.iter().any(|source| source.is_any_encrypted()), Cell::new(false));
+    let shown =
+        args.sources.iter().map(|source| source.display().to_string()).collect::<Vec<_>>().join(" + ");
     let bar = OnceCell::new();
     let progress = |step| match step {
         Step::IsPlain => is_plain.set(true),
@@ -305,16 +336,15 @@ async fn convert(args: &Args, [source_is, target_is]: [Option<Encrypted>; 2]) ->
         Step::Lost(_) | Step::LostInAll(_) if args.quiet => {}
         Step::Lost(run) => complain(&format!(
             "vellum convert: warning: {}: {} bytes at {} could not be read and are zero in the copy",
-            args.source.display(),
+            shown,
             run.len(),
             run.start()
         )),
-        Step::LostInAll(bytes) => complain(&format!(
-            "vellum convert: warning: {}: {bytes} bytes in all could not be read",
-            args.source.display()
-        )),
+        Step::LostInAll(bytes) => {
+            complain(&format!("vellum convert: warning: {shown}: {bytes} bytes in all could not be read"))
+        }
     };
-    let converted = convert::convert(source, &conversion, &mut stop, &progress).await;
+    let converted = convert::convert(opened, &conversion, &mut stop, &progress).await;
     // Also a server that closes the connection gives that kind.
     converted.map_err(|error| match error.kind() {
         ErrorKind::Closed if stop.is_requested() => interrupted(error),
@@ -324,7 +354,7 @@ async fn convert(args: &Args, [source_is, target_is]: [Option<Encrypted>; 2]) ->
         complain(&format!(
             "vellum convert: warning: {} is encrypted and {} is not: its data can be read there without a secret (`-O qcow2 \
              -o encrypt.format=luks` or `-O vellum -o encrypt.format=luks` encrypts a new image)",
-            args.source.display(),
+            shown,
             args.target.display()
         ));
     }

@@ -207,7 +207,7 @@ pub(crate) fn run(args: Args) -> Outcome {
         ));
     }
     let data_file = options.data_file.as_deref().filter(|_| format == FormatKind::Qcow2);
-    let says_nothing = args.quiet && is_qemu_command();
+    let says_nothing = is_qemu_command();
     if let Some(refusal) = target.refusal(format, data_file).filter(|_| !says_nothing) {
         complain(&format!(
             "vellum create: {} was created, but opening it for writing will need a further option: {}",

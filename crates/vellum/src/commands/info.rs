@@ -136,15 +136,20 @@ fn human(image: &ImageFacts) -> String {
     lines.push("Child node '/file':".to_owned());
     lines.push(format!("    filename: {}", printable(&name_of(image))));
     lines.push("    protocol type: file".to_owned());
-    lines.push(format!("    file length: {}", sized(image.file_len)));
+    lines.push(format!("    file length: {}", sized(in_sectors(image.file_len))));
     lines.push(format!("    disk size: {}", human_bytes(image.actual_size)));
     lines.join("\n")
+}
+
+/// The length of a file as a disk.
+fn in_sectors(bytes: u64) -> u64 {
+    bytes.checked_next_multiple_of(512).unwrap_or(bytes)
 }
 
 fn image_json(image: &ImageFacts) -> Value {
     let file = json!({
         "children": [],
-        "virtual-size": image.file_len,
+        "virtual-size": in_sectors(image.file_len),
         "filename": name_of(image),
         "format": "file",
         "actual-size": image.actual_size,

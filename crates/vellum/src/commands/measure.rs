@@ -11,6 +11,7 @@ use vellum_daemon::{FormatKind, ImageOptions, IoMode, open_image, run as run_wor
 use super::{Failure, Outcome, or_share};
 use crate::args::{NewImage, OutputFormat, ReadArgs, parse_format, parse_size};
 use crate::output::{say, say_json};
+use crate::spoken::is_qemu_command;
 
 /// Calculate how large a new image will be, for a copy of an image or for a disk of a given size
 ///
@@ -76,7 +77,9 @@ pub(crate) fn run(args: &Args) -> Outcome {
         OutputFormat::Human => {
             say(&format!("required size: {required}"));
             say(&format!("fully allocated size: {fully_allocated}"));
-            bitmaps.into_iter().for_each(|bytes| say(&format!("bitmaps size: {bytes}")));
+            // There, a snapshot has some that take nothing.
+            let of_snapshot = (is_qemu_command() && args.snapshot.is_some()).then_some(0);
+            bitmaps.or(of_snapshot).into_iter().for_each(|bytes| say(&format!("bitmaps size: {bytes}")));
         }
     }
     Ok(ExitCode::SUCCESS)

@@ -17,6 +17,7 @@ use super::{Outcome, or_ask_server};
 use crate::args::{OutputFormat, parse_format};
 use crate::output::{complain, human_bytes, printable, say, say_json};
 use crate::protocol::{image_name, place};
+use crate::spoken::is_qemu_command;
 
 /// Create, list, rename, release, delete and revert to snapshots inside an image, and external ones of a served disk
 ///
@@ -360,7 +361,11 @@ fn run_short(short: &Short) -> Outcome {
         } else if let Some(name) = &short.delete {
             closed::snapshot_delete(file, format, Key::Name(name)).await
         } else {
-            let all = closed::snapshots(file, format, short.force_share).await?;
+            // There, an image of a format without snapshots has an empty list.
+            let all = match is_qemu_command() {
+                true => closed::snapshots_if_any(file, format, short.force_share).await?.unwrap_or_default(),
+                false => closed::snapshots(file, format, short.force_share).await?,
+            };
             if !all.is_empty() {
                 say("Snapshot list:");
                 list_lines(&all).iter().for_each(|line| say(line));

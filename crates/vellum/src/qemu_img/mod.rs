@@ -21,9 +21,11 @@
 pub(crate) mod table;
 
 use std::ffi::{OsStr, OsString};
+use std::path::Path;
 
 use crate::getopt::{self, Bad};
-use crate::protocol::place_there;
+use crate::names;
+use crate::protocol::{as_file, place_there};
 use table::{COMMANDS, Command, Meaning, OptionRow};
 
 type Argument = getopt::Argument<'static, OptionRow>;
@@ -159,8 +161,11 @@ fn of_command(command: &'static Command, arguments: &[Argument]) -> Result<Vec<O
         )
     };
     check_names(command, arguments, &operands)?;
-    if command.name == "convert" && operands.len() > 2 {
-        return Err("several sources are not joined: give one".to_owned());
+    check_values(command, arguments)?;
+    let mut format_of_keys = None;
+    let lists = |opt: &OptionRow| opt.long == "image-opts" && matches!(opt.means, Meaning::Own(_));
+    if arguments.iter().any(|argument| matches!(argument, Argument::Option { opt, .. } if lists(opt))) {
+        format_of_keys = name_by_path(command, &mut operands)?;
     }
     match command.name {
         "create" if !said("--format") => has("--format", Some(OsStr::new("raw"))),
@@ -174,9 +179,45 @@ fn of_command(command: &'static Command, arguments: &[Argument]) -> Result<Vec<O
     }
     let mut line = vec![OsString::from("vellum"), OsString::from(command.ours)];
     line.append(&mut ours);
+    line.extend(format_of_keys);
     line.push("--".into());
     line.append(&mut operands);
     Ok(line)
+}
+
+/// An image that is named by keys, by its path and its format: the first operand becomes the path. What is returned says the
+/// format.
+fn name_by_path(command: &Command, operands: &mut [OsString]) -> Result<Option<OsString>, String> {
+    let Some(first) = operands.first_mut() else { return Ok(None) };
+    let named = names::named(Path::new(first), None, true).map_err(|error| error.chain())?;
+    // The claim would be lost, and data could go where it can be read. A size is no data.
+    if named.is_encrypted && command.name != "resize" {
+        return Err("keys of an encrypted image are not supported here: name it by its path".to_owned());
+    }
+    *first = as_file(&named.path).into();
+    Ok(named.format.map(|format| format!("--format={format}").into()))
+}
+
+/// Checks what would be guessed here.
+fn check_values(command: &Command, arguments: &[Argument]) -> Result<(), String> {
+    let said = |letter: char| {
+        arguments.iter().rev().find_map(move |argument| match argument {
+            Argument::Option { opt, value } if opt.short == Some(letter) => Some(value.as_deref()),
+            _ => None,
+        })
+    };
+    let text = |letter: char| said(letter).flatten().and_then(OsStr::to_str);
+    match command.name {
+        "rebase"
+            if said('u').is_some()
+                && said('F').is_none()
+                && text('b').is_some_and(|name| !name.is_empty()) =>
+        {
+            return Err("the backing format must be specified: -F FMT".to_owned());
+        }
+        _ => {}
+    }
+    Ok(())
 }
 
 /// Options whose values name other images.
@@ -203,6 +244,7 @@ fn check_names(command: &Command, arguments: &[Argument], operands: &[OsString])
     };
     let lists = match command.name {
         "convert" if said("source-image-opts") => images.min(operands.len().saturating_sub(1)),
+        // The name of the bitmap, and a size, are none.
         _ if said("image-opts") => images,
         _ => 0,
     };

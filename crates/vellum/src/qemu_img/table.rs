@@ -106,17 +106,17 @@ const fn also(opt: OptionRow, also: &'static [&'static str]) -> OptionRow {
     OptionRow { also, ..opt }
 }
 
-use Meaning::{Aside, Cache, Refused, Same};
+use Meaning::{Aside, Cache, Own, Refused, Same};
 
 static QUIET: OptionRow = flag(Some('q'), "quiet", Same("--quiet"), "");
 static FORMAT: OptionRow = with(Some('f'), "format", Same("--format"), "");
 static IMAGE_OPTS: OptionRow =
     flag(None, "image-opts", Same("--image-opts"), "drivers and keys: [names](#names-of-images)");
-static NO_IMAGE_OPTS: OptionRow = flag(
+static NAMED_BY_KEYS: OptionRow = flag(
     None,
     "image-opts",
-    Refused,
-    "an image that is changed is named by its path, and -f names the format",
+    Own("`--format`"),
+    "the path and the format of the image: [names](#names-of-images)",
 );
 static SHARE: OptionRow = flag(Some('U'), "force-share", Same("--force-share"), "");
 static OBJECT: OptionRow =
@@ -141,13 +141,18 @@ pub(crate) static COMMANDS: &[Command] = &[
                backing image",
         has_sizes: false,
         own: &[
-            with(Some('o'), "options", Same("--options"), "compat, lazy_refcounts, refcount_bits"),
+            with(
+                Some('o'),
+                "options",
+                Same("--options"),
+                "compat, lazy_refcounts, refcount_bits; `help` lists them",
+            ),
             flag(None, "force", Refused, "it is for keys: `vellum key`"),
             flag(Some('p'), "progress", Aside, "nothing is printed"),
             flag(Some('q'), "quiet", Aside, "nothing is printed"),
             with(Some('t'), "cache", Aside, "all is durable when the command ends"),
         ],
-        common: &[&FORMAT, &NO_IMAGE_OPTS, &NO_OBJECT],
+        common: &[&FORMAT, &NAMED_BY_KEYS, &NO_OBJECT],
     },
     Command {
         name: "bench",
@@ -188,7 +193,7 @@ pub(crate) static COMMANDS: &[Command] = &[
             with(Some('b'), "source-file", Same("--source-file"), ""),
             with(Some('F'), "source-format", Same("--source-format"), ""),
         ],
-        common: &[&FORMAT, &NO_IMAGE_OPTS, &NO_OBJECT],
+        common: &[&FORMAT, &NAMED_BY_KEYS, &NO_OBJECT],
     },
     Command {
         name: "check",
@@ -213,7 +218,7 @@ pub(crate) static COMMANDS: &[Command] = &[
             flag(Some('d'), "drop", Aside, "the image is never emptied"),
             with(Some('r'), "rate", Refused, "there is no limit on its rate"),
         ],
-        common: &[&QUIET, &PROGRESS, &FORMAT, &WRITE_CACHE, &NO_IMAGE_OPTS, &OBJECT],
+        common: &[&QUIET, &PROGRESS, &FORMAT, &WRITE_CACHE, &NAMED_BY_KEYS, &OBJECT],
     },
     Command {
         name: "compare",
@@ -231,8 +236,9 @@ pub(crate) static COMMANDS: &[Command] = &[
     Command {
         name: "convert",
         ours: "convert",
-        usage: "[OPTIONS] SOURCE TARGET",
-        note: "the target gets its name when it is complete and durable; `--level` chooses how hard `-c` compresses. One source",
+        usage: "[OPTIONS] SOURCE... TARGET",
+        note: "the target gets its name when it is complete and durable; `--level` chooses how hard `-c` compresses. Other formats than raw, qcow2 and vellum are \
+               only read (exit code 1)",
         has_sizes: false,
         own: &[
             also(with(Some('f'), "source-format", Same("--format"), ""), &["format"]),
@@ -251,8 +257,11 @@ pub(crate) static COMMANDS: &[Command] = &[
                 &["snapshot"],
             ),
             flag(Some('c'), "compress", Same("--compress"), ""),
-            with(Some('S'), "sparse-size", Same("--sparse-size"), ""),
-            also(with(Some('m'), "parallel", Same("--parallel"), "1 to 64"), &["num-coroutines"]),
+            with(Some('S'), "sparse-size", Same("--sparse-size"), "a multiple of 512 up to 16M"),
+            also(
+                with(Some('m'), "parallel", Same("--parallel"), "1 to 16; `vellum` takes 1 to 64"),
+                &["num-coroutines"],
+            ),
             also(flag(Some('W'), "oob-writes", Same("--out-of-order"), ""), &["unordered"]),
             flag(Some('n'), "no-create", Same("--no-create"), ""),
             flag(None, "target-is-zero", Same("--target-is-zero"), ""),
@@ -299,7 +308,8 @@ pub(crate) static COMMANDS: &[Command] = &[
         name: "create",
         ours: "create",
         usage: "[OPTIONS] FILE [SIZE]",
-        note: "raw, qcow2 and vellum",
+        note: "raw, qcow2 and vellum; other formats, luks among them, are refused (exit code 1), and a command that fails does not print its \
+               `Formatting` line before",
         has_sizes: false,
         own: &[
             with(Some('f'), "format", Same("--format"), ""),
@@ -365,13 +375,13 @@ pub(crate) static COMMANDS: &[Command] = &[
         has_sizes: false,
         own: &[
             with(Some('b'), "backing", Same("--backing"), ""),
-            with(Some('F'), "backing-format", Same("--backing-format"), ""),
+            with(Some('F'), "backing-format", Same("--backing-format"), "required with `-u`"),
             also(flag(Some('u'), "backing-unsafe", Same("--unsafe"), ""), &["unsafe"]),
             flag(Some('c'), "compress", Refused, "what is copied is stored as it is"),
             flag(Some('U'), "force-share", Refused, "an image that is changed must not be open elsewhere"),
             also(with(Some('T'), "backing-cache", Aside, "the page cache is used"), &["src-cache"]),
         ],
-        common: &[&QUIET, &PROGRESS, &FORMAT, &WRITE_CACHE, &NO_IMAGE_OPTS, &OBJECT],
+        common: &[&QUIET, &PROGRESS, &FORMAT, &WRITE_CACHE, &NAMED_BY_KEYS, &OBJECT],
     },
     Command {
         name: "resize",
@@ -383,7 +393,7 @@ pub(crate) static COMMANDS: &[Command] = &[
             flag(None, "shrink", Same("--shrink"), ""),
             with(None, "preallocation", Same("--preallocation"), "qcow2 and raw"),
         ],
-        common: &[&QUIET, &FORMAT, &NO_IMAGE_OPTS, &OBJECT],
+        common: &[&QUIET, &FORMAT, &NAMED_BY_KEYS, &OBJECT],
     },
     Command {
         name: "snapshot",
@@ -398,6 +408,6 @@ pub(crate) static COMMANDS: &[Command] = &[
             with(Some('d'), "delete", Same("--delete"), ""),
             with(Some('f'), "format", Same("--format"), ""),
         ],
-        common: &[&QUIET, &NO_IMAGE_OPTS, &SHARE, &NO_OBJECT],
+        common: &[&QUIET, &NAMED_BY_KEYS, &SHARE, &NO_OBJECT],
     },
 ];

@@ -37,6 +37,11 @@ fn command_lines_are_turned_into_ours() {
             "create --format=qcow2 --backing=b --backing-format=raw --options=extended_l2=off -- a",
         ),
         ("convert a b", "convert --target-format=raw -- a b"),
+        ("convert -O raw a b c", "convert --target-format=raw -- a b c"),
+        ("resize --image-opts driver=qcow2,file.filename=a 1G", "resize --format=qcow2 -- a 1G"),
+        ("resize --image-opts driver=raw,file.filename=nbd:a 1G", "resize --format=raw -- ./nbd:a 1G"),
+        ("bitmap --add --image-opts driver=qcow2,file.filename=a b", "bitmap --add --format=qcow2 -- a b"),
+        ("rebase -u -b '' a", "rebase --unsafe --backing= -- a"),
         (
             "convert -pO qcow2 -t none -T none -W -m 4 a b",
             "convert --progress --target-format=qcow2 --direct --out-of-order --parallel=4 --options=extended_l2=off -- a b",
@@ -83,9 +88,11 @@ fn command_lines_are_turned_into_ours() {
         ("info --output", "value"),
         ("info --quiet=1 a", "quiet"),
         ("convert -t fast a b", "cache mode"),
-        ("convert -O raw a b c", "several"),
+        ("rebase -u -b b a", "-F"),
+        ("commit --image-opts driver=qcow2,encrypt.key-secret=s,file.filename=a", "encrypted"),
+        ("amend --image-opts -o compat=v3 driver=ssh,host=h", "ssh"),
         ("amend --force -o compat=v3 a", "--force"),
-        ("bitmap --image-opts --add a b", "--image-opts"),
+        ("bitmap --image-opts --add driver=qcow2 b", "file.filename"),
         ("commit -r 1M a", "-r"),
     ] {
         let error = line(theirs).expect_err(theirs);

@@ -117,6 +117,22 @@ const LINES: &[&str] = &[
     "create -q -f qcow2 -b file:c:d -F raw below.qcow2",
     "rebase -u -b file:c:d -F raw file:below.qcow2",
     "commit -q file:below.qcow2",
+    "convert -f raw -O qcow2 in.raw c:d a two.qcow2",
+    "convert -f raw -O qcow2 in.raw ./c:d a two.qcow2",
+    "convert -f raw -O raw -c in.raw a bad.raw",
+    "convert -f raw -O raw -l x in.raw a bad.raw",
+    "convert -f raw -O qcow2 --bitmaps in.raw a bad.raw",
+    "convert -f raw -O qcow2 -B in.raw -F raw in.raw a bad.raw",
+    "convert -f raw -O raw in.raw nothing bad.raw",
+    "convert -f raw -O raw -S 513 in.raw bad.raw",
+    "convert -f raw -O raw -m 17 in.raw bad.raw",
+    "amend -f qcow2 -o help",
+    "snapshot -l in.raw",
+    "snapshot in.raw",
+    "rebase -u -b in.raw clone.qcow2",
+    "resize -q --image-opts driver=qcow2,file.filename=a.qcow2 32M",
+    "amend --image-opts -o lazy_refcounts=on driver=qcow2,file.filename=a.qcow2",
+    "snapshot -l --image-opts driver=qcow2,file.filename=copy.qcow2",
     "create foo:bar 1M",
     "create -f qcow2 foo:bar 1M",
     "convert -f raw -O raw in.raw foo:bar",
@@ -172,6 +188,7 @@ fn lines_of_scripts_end_in_the_same_way() {
     for name in [
         "copy.qcow2",
         "local.qcow2",
+        "two.qcow2",
         "small.qcow2",
         "small2.qcow2",
         "over.qcow2",
@@ -202,8 +219,8 @@ fn what_cannot_be_done_says_so() {
     let dir = Dir::new("named");
     std::fs::write(dir.join("raw"), noise(MIB, 61)).expect("a disk");
     for (line, word) in [
-        ("bitmap --add --image-opts raw one", "--image-opts"),
-        ("convert -O raw raw copy more", "several"),
+        ("bitmap --add --image-opts driver=qcow2,backing.driver=raw,file.filename=raw one", "backing"),
+        ("create -f vmdk new 1M", "only read"),
         ("commit -r 1M raw", "-r"),
     ] {
         let ran = under_the_name(&dir, &line.split(' ').collect::<Vec<_>>());

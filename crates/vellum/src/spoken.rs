@@ -29,6 +29,9 @@ const OF_QEMU_NBD: &[(&str, &str)] = &[
     ("--temporary", "--snapshot"),
 ];
 
+/// The commands of ours that command lines of `qemu-nbd` become: to serve, to list (`-L`), to disconnect (`-d`).
+const OF_QEMU_NBD_LINES: &[&str] = &["serve", "export", "client"];
+
 /// Ours, where `qemu-nbd` has an option of that name with another meaning.
 const OTHER: &[&str] = &["--snapshot"];
 
@@ -86,7 +89,12 @@ impl Program {
     }
 
     fn says(self, line: &str) -> Cow<'_, str> {
-        let rest = line.strip_prefix("vellum ").and_then(|rest| rest.strip_prefix(self.ours()));
+        let begins: &[&str] = match self {
+            Self::QemuNbd => OF_QEMU_NBD_LINES,
+            Self::QemuImg(command) => &[command.ours],
+        };
+        let rest = line.strip_prefix("vellum ");
+        let rest = rest.and_then(|rest| begins.iter().find_map(|begin| rest.strip_prefix(begin)));
         let line = match (rest.and_then(|rest| rest.strip_prefix(": ")), self) {
             (None, _) => Cow::Borrowed(line),
             (Some(rest), Self::QemuNbd) => Cow::Owned(format!("{}: {rest}", qemu_nbd::NAME)),
@@ -195,6 +203,9 @@ mod tests {
     fn advice_is_in_the_words_of_the_program() {
         for (ours, theirs) in [
             ("vellum serve: d.raw: no such file", "qemu-nbd: d.raw: no such file"),
+            ("vellum export: can't list", "qemu-nbd: can't list"),
+            ("vellum client: no server has it", "qemu-nbd: no server has it"),
+            ("vellum exports: x", "vellum exports: x"),
             (
                 "allow it with `--allow-dir /d` or VELLUM_ALLOW_DIRS=/d",
                 "allow it with `vellum serve --allow-dir /d` or VELLUM_ALLOW_DIRS=/d",

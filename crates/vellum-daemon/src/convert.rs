@@ -42,7 +42,7 @@ use crate::window::Window;
 /// The file of a new image grows by this much at a time, or by as much as the disk has: all writes wait meanwhile.
 const GROWTH_BYTES: u64 = 1 << 30;
 
-/// By this much where the host's file system finds space for it at once, which takes longer and must not be far more than is written.
+/// For this much at a time the host's file system finds space, which must not be far more than is written.
 const ALLOCATED_BYTES: u64 = 64 << 20;
 
 /// What a disk is converted into, and how.
@@ -301,10 +301,13 @@ impl Copying<'_> {
 
     /// Into the page cache, ext4 looks for space for each block that has none, which is two fifths of the time a write takes.
     fn growth(&self, size: u64) -> FileGrowth {
+        let hole_bytes = size.min(GROWTH_BYTES);
         match self.how.fills_existing {
             true => FileGrowth::Usual,
-            false if self.in_small_pieces() => FileGrowth::Allocated(size.min(ALLOCATED_BYTES)),
-            false => FileGrowth::Hole(size.min(GROWTH_BYTES)),
+            false if self.in_small_pieces() => {
+                FileGrowth::Allocated { hole_bytes, space_bytes: size.min(ALLOCATED_BYTES) }
+            }
+            false => FileGrowth::Hole(hole_bytes),
         }
     }
 

@@ -28,6 +28,7 @@ pub use crate::closed_bitmaps::{Bitmap, BitmapChange, Bits, ClosedBitmaps, Merge
 pub use crate::closed_snapshots::{Amend, ClosedSnapshots, Growth, Reserve, Wanted};
 pub use crate::compressing::{BlockContent, Compressing, PackedBlock};
 use crate::fast::{FastId, FastMedium, NamedFast, Tiers};
+pub use crate::growth::FileGrowth;
 use crate::handover::Handover;
 use crate::luks::{KeyArea, Secrets};
 use crate::prealloc::Prealloc;
@@ -90,29 +91,6 @@ pub struct OpenOptions {
     pub tables: Option<CachedTables>,
     /// How the file grows.
     pub growth: FileGrowth,
-}
-
-/// How the file of an image grows when much will be written soon. What is left over is cut off when the image is closed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum FileGrowth {
-    /// By a part of its length at a time, by a hole.
-    #[default]
-    Usual,
-    /// By this many bytes at a time at least, by a hole.
-    Hole(u64),
-    /// By this many bytes at a time at least, for which the host's file system finds space at once, where it can: many small writes
-    /// through its page cache then look for none.
-    Allocated(u64),
-}
-
-impl FileGrowth {
-    /// The least that is added at a time, in bytes.
-    pub fn least(self) -> u64 {
-        match self {
-            Self::Usual => 0,
-            Self::Hole(bytes) | Self::Allocated(bytes) => bytes,
-        }
-    }
 }
 
 /// The tables of an image, where a cache keeps them.

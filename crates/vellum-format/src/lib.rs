@@ -58,6 +58,7 @@ pub mod fast;
 pub mod foreign;
 mod foreign_format;
 mod formats;
+mod growth;
 pub mod handover;
 mod hash;
 pub mod image;

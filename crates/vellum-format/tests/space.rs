@@ -213,13 +213,14 @@ fn a_file_that_grows_cuts_off_nothing() {
 #[test]
 fn a_file_grows_by_space_that_is_there_or_by_a_hole() {
     const STEP: u64 = 4 << 20;
+    const ALLOCATED: FileGrowth = FileGrowth::Allocated { hole_bytes: 32 << 20, space_bytes: STEP };
     let options = CreateOptions { size: 64 << 20, ..CreateOptions::without_journal() };
     let setup = QcowSetup { name: "64 KiB clusters", options, has_base: false };
     for (growth, refused, asks) in [
         (FileGrowth::Hole(STEP), None, 0),
-        (FileGrowth::Allocated(STEP), None, 3),
-        (FileGrowth::Allocated(STEP), Some(ErrorKind::NoSpace), 3),
-        (FileGrowth::Allocated(STEP), Some(ErrorKind::Unsupported), 3),
+        (ALLOCATED, None, 3),
+        (ALLOCATED, Some(ErrorKind::NoSpace), 3),
+        (ALLOCATED, Some(ErrorKind::Unsupported), 3),
     ] {
         let world = World::new(0);
         let plan = FaultPlan::none();

@@ -21,6 +21,7 @@
 //! what the journal records) is changed under one hold of the shared gate. So a seal has all of a change or
 //! nothing of it, with a journal and without one.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use arc_swap::Guard;
@@ -100,6 +101,8 @@ pub struct Qcow2 {
     pub(crate) decompressor: Decompressor,
     pub(crate) growing: async_lock::Mutex<()>,
     pub(crate) growth: FileGrowth,
+    /// Up to where the host has found space, in bytes of the file; 0 before it has for any.
+    pub(crate) space_end: AtomicU64,
     pub(crate) contradiction: Contradiction,
     /// Bitmaps that are kept up.
     pub(crate) tracking: Tracking,
@@ -513,6 +516,7 @@ impl Qcow2 {
                 Ok((run, refcounts.is_searched()))
             })
             .await?;
+        self.find_space(run).await;
         if is_searched && !self.quarantine.is_tended() {
             self.look_for_space().await;
         }
@@ -560,8 +564,7 @@ impl Qcow2 {
             return Ok(());
         }
         // No write goes past the end meanwhile: the clusters there have not been handed out yet.
-        let was = self.metadata.len();
-        let least = self.cluster.round_up(end.max(was));
+        let least = self.cluster.round_up(end.max(self.metadata.len()));
         let step = (least / 8).clamp(*GROWTH_BYTES.start(), *GROWTH_BYTES.end()).max(self.growth.least());
         let mut len = self.cluster.max(BlockSize::from_shift(20)).round_up(least + step);
         let mut grown = self.metadata.set_len(len).await;
@@ -571,12 +574,29 @@ impl Qcow2 {
             grown = self.metadata.set_len(len).await;
         }
         grown.context(|| format!("{}: can't grow the file", self.engine.name))?;
-        if let FileGrowth::Allocated(_) = self.growth {
-            // A host that cannot finds space when it is written to; for want of space a write may still fail, and say so.
-            let _ = self.metadata.preallocate(ImageOffset::new(was).span(len - was)).await;
-        }
         self.refcounts().has_grown(len);
         Ok(())
+    }
+
+    /// Has the host find space for these clusters, and for those that will follow. They were handed out before, so that writes that wait
+    /// here lie in the order in which they began.
+    async fn find_space(&self, run: Run) {
+        let FileGrowth::Allocated { space_bytes, .. } = self.growth else { return };
+        let (start, end) =
+            (run.first << self.cluster.shift(), (run.first + run.count) << self.cluster.shift());
+        if end <= self.space_end.load(Ordering::Relaxed) {
+            return;
+        }
+        let _growing = self.growing.lock().await;
+        let from = self.space_end.load(Ordering::Relaxed);
+        if end <= from {
+            return;
+        }
+        let from = if from == 0 { start } else { from };
+        let until = (end.max(from) + space_bytes).min(self.metadata.len());
+        // A host that cannot finds space when it is written to; for want of space a write may still fail, and say so.
+        let _ = self.metadata.preallocate(ImageOffset::new(from).span(until - from)).await;
+        self.space_end.store(until, Ordering::Relaxed);
     }
 
     /// Gives back clusters that no metadata ever named and to which no host write is still in flight.

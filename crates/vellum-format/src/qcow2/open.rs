@@ -188,6 +188,7 @@ impl Qcow2 {
             decompressor,
             growing: Default::default(),
             growth: options.growth,
+            space_end: AtomicU64::new(0),
             contradiction: Default::default(),
             tracking,
             flash: options.flash,

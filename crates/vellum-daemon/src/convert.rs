@@ -18,12 +18,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use vellum_core::{
-    BlockSize, Context, Error, ErrorKind, GuestSpan, Result, SharedDisk, SharedStorage, Storage as _,
-};
+use vellum_core::{BlockSize, Context, Error, ErrorKind, GuestSpan, Result, SharedDisk, Storage as _};
 use vellum_format::image::FileGrowth;
 use vellum_format::luks::Secrets;
-use vellum_format::{FormatKind, native, probe, qcow2};
+use vellum_format::{FormatKind, native, qcow2};
 use vellum_io::{Draft, File};
 use vellum_layer::{Chain, Encrypted, Gate};
 
@@ -33,6 +31,7 @@ use crate::create::{CreateTarget, create_native, create_qcow2_instead, new_raw, 
 use crate::host::check_new_name;
 use crate::image::{ImageOptions, open_image};
 use crate::joined::joined;
+use crate::replaced::replaced_that_reads;
 use crate::salvage::Salvaged;
 pub use crate::same_file::same_file;
 use crate::same_file::{files_of, files_of_top, first_same_file, refuse_same_file};
@@ -200,22 +199,14 @@ async fn convert_and(
     stop: &mut Stop,
     progress: &dyn Fn(Step),
 ) -> Result<()> {
-    if let Err(error) = refuse_source_as_target(conversion, source_files) {
-        close().await?;
-        return Err(error);
-    }
-    if !conversion.fills_existing
-        && let Err(error) = check_new_name(&conversion.target)
-    {
-        close().await?;
-        return Err(error);
-    }
     let bitmaps = &conversion.bitmaps[..];
-    if conversion.fills_existing && !bitmaps.is_empty() {
-        may_add_copies(&conversion.target, conversion.format, bitmaps).await?;
-    }
-    let draft = if conversion.fills_existing { None } else { Draft::begin(&conversion.target).await? };
-    let loses_its_data = old_on_same_data(conversion, draft.as_ref()).await?;
+    let (draft, loses_its_data) = match begin(conversion, source_files).await {
+        Ok(begun) => begun,
+        Err(error) => {
+            close().await?;
+            return Err(error);
+        }
+    };
     let has_begun = Cell::new(false);
     let copying = Copying {
         how: conversion,
@@ -269,6 +260,26 @@ async fn convert_and(
     })
 }
 
+/// What the target is filled under, and the image there that loses its data ([`replaced_that_reads`]). Nothing has changed until this returns.
+async fn begin(how: &Conversion, source_files: &[PathBuf]) -> Result<(Option<Draft>, Option<Arc<File>>)> {
+    refuse_source_as_target(how, &how.target, source_files)?;
+    if how.fills_existing {
+        if !how.bitmaps.is_empty() {
+            may_add_copies(&how.target, how.format, &how.bitmaps).await?;
+        }
+        return Ok((None, None));
+    }
+    check_new_name(&how.target)?;
+    let Some(draft) = Draft::begin(&how.target).await? else { return Ok((None, None)) };
+    // Where a link is the target, the names of its other files start from another directory.
+    refuse_source_as_target(how, draft.target(), source_files)?;
+    let loses_its_data = match &how.qcow2.data_file {
+        Some(name) => replaced_that_reads(&draft, &how.target, name).await?,
+        None => None,
+    };
+    Ok((Some(draft), loses_its_data))
+}
+
 /// One conversion, once the source is open.
 struct Copying<'a> {
     how: &'a Conversion,
@@ -276,7 +287,7 @@ struct Copying<'a> {
     source_files: &'a [PathBuf],
     /// The file that gets the target's name when it is complete. Without one the target is filled in place.
     draft: Option<&'a Draft>,
-    /// The image that it replaces, if the data of that is in the data file that will be filled.
+    /// The image that it replaces, if that reads the data file that will be filled.
     loses_its_data: Option<Arc<File>>,
     /// Whether the target, or a data file, may have been changed.
     has_begun: Cell<bool>,
@@ -530,19 +541,6 @@ fn give_up_in_place(how: &Conversion) -> String {
     }
 }
 
-/// The image that the draft will replace, if its data is in the data file that the copy will fill. One whose header cannot be read is no
-/// disk.
-async fn old_on_same_data(how: &Conversion, draft: Option<&Draft>) -> Result<Option<Arc<File>>> {
-    let Some(old) = draft.and_then(Draft::old) else { return Ok(None) };
-    let Some(new_name) = how.qcow2.data_file.as_ref() else { return Ok(None) };
-    let new = Gate::resolve(&how.target, new_name)?;
-    let storage: SharedStorage = old.clone();
-    let Ok(format) = probe(&*storage).await else { return Ok(None) };
-    let Ok(head) = format.format().read(&*storage).await else { return Ok(None) };
-    let its = head.data_file().and_then(|name| Gate::resolve(&how.target, name).ok());
-    Ok(its.filter(|its| same_file(its, &new)).map(|_| old))
-}
-
 /// The data file of a new image: filled under its own name, as it stands in the image.
 struct DataFile {
     path: PathBuf,
@@ -563,14 +561,14 @@ impl DataFile {
     }
 }
 
-/// Checks that what is written is nothing that is read: no name of the target leads to a file of the source.
-fn refuse_source_as_target(how: &Conversion, source_files: &[PathBuf]) -> Result<()> {
+/// Checks that what is written is nothing that is read: no name in the target, which will be at `place`, leads to a file of the source.
+fn refuse_source_as_target(how: &Conversion, place: &Path, source_files: &[PathBuf]) -> Result<()> {
     let data_file = how.qcow2.data_file.as_ref().filter(|_| how.format == FormatKind::Qcow2);
-    let data_file = data_file.map(|name| Gate::resolve(&how.target, name)).transpose()?;
+    let data_file = data_file.map(|name| Gate::resolve(place, name)).transpose()?;
     if let Some(data_file) = data_file.as_ref().filter(|_| !how.fills_existing) {
-        refuse_same_file(&how.target, data_file)?;
+        refuse_same_file(place, data_file)?;
     }
-    let backing = how.backing.as_ref().map(|(name, _)| Gate::resolve(&how.target, name)).transpose()?;
+    let backing = how.backing.as_ref().map(|(name, _)| Gate::resolve(place, name)).transpose()?;
     let read: Vec<PathBuf> = source_files.iter().cloned().chain(backing).collect();
     let written: Vec<PathBuf> =
         [how.target.clone()].into_iter().chain(how.data_files.iter().cloned()).chain(data_file).collect();

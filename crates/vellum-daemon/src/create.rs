@@ -271,6 +271,10 @@ async fn new_data_file(path: &Path, never_flushed: bool) -> Result<Arc<File>> {
     };
     match held {
         Ok(format) if format == FormatKind::Raw.to_string() => Ok(file),
+        Err(error) if error.kind() == ErrorKind::Io => Err(error.context(format!(
+            "can't find out whether {}, which is to become the data file, is an image",
+            path.display()
+        ))),
         held => Err(Error::new(
             ErrorKind::Refused,
             format!(

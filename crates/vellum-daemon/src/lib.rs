@@ -56,6 +56,7 @@ mod occupied;
 pub mod pins;
 pub mod published;
 pub mod rebase;
+mod replaced;
 mod rights;
 mod salvage;
 mod same_file;

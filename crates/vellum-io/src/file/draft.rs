@@ -80,6 +80,11 @@ impl Draft {
         &self.path
     }
 
+    /// Where it will be: no link.
+    pub fn target(&self) -> &Path {
+        &self.target
+    }
+
     /// Gives it the owner and the mode of another file. If this process may not give it to that owner, it keeps the rights for its
     /// own owner alone.
     ///

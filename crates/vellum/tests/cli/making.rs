@@ -297,4 +297,111 @@ fn an_image_whose_data_file_is_filled_anew_is_emptied() {
         failed.err
     );
     vellum(&["compare", "-q", "-f", "raw", "-F", "qcow2", &nested, &target]).answer();
+
+    // An old disk that stands on the file, or on an image whose data is there.
+    let base = dir.text("base.qcow2");
+    for file in ["base.raw", "base.data"] {
+        std::fs::write(dir.join(file), noise(3 << 20, 3)).expect("a disk");
+        let below = match file {
+            "base.raw" => ["-F", "raw", "-b", "base.raw"],
+            _ => {
+                let option = ["-o", "data_file=base.data,data_file_raw=on", &base, "3M"];
+                vellum(&[&["create", "-q", "-f", "qcow2"][..], &option].concat()).answer();
+                ["-F", "qcow2", "-b", "base.qcow2"]
+            }
+        };
+        vellum(&[&["create", "-q", "-f", "qcow2"][..], &below, &[&target]].concat()).answer();
+        let failed = fails(&convert(file, &new));
+        assert!(failed.code == 1 && failed.err.contains("t.qcow2 was emptied"), "{}", failed.err);
+        assert_eq!(std::fs::metadata(&target).expect("it is there").len(), 0);
+    }
+}
+
+/// Where a link in another directory is the target, the copy's data file is beside what it leads to, as that of the old image is.
+#[test]
+fn a_data_file_is_beside_what_a_link_leads_to() {
+    requires!("prlimit");
+    let dir = Dir::new("data-file-link");
+    for name in ["far", "near"] {
+        std::fs::create_dir(dir.join(name)).expect("a directory");
+    }
+    let (old, new) = (dir.text("old.raw"), dir.text("far/new.raw"));
+    let (target, link, absent) =
+        (dir.text("far/t.qcow2"), dir.text("near/t.qcow2"), dir.text("near/absent.qcow2"));
+    std::os::unix::fs::symlink("../far/t.qcow2", &link).expect("a link");
+    std::os::unix::fs::symlink("../far/absent.qcow2", &absent).expect("a link");
+    let content = noise(4 << 20, 2);
+    std::fs::write(&old, noise(1 << 20, 1)).expect("a disk");
+    std::fs::write(&new, &content).expect("a disk");
+    let to_link = |data_file: &str, to: &str| {
+        let option = format!("data_file={data_file}");
+        ["convert", "-q", "-f", "raw", "-O", "qcow2", "-o", &option, &new, to].map(str::to_owned)
+    };
+    let has_old = |target: &str| {
+        vellum(&["compare", "-q", "-f", "raw", "-F", "qcow2", &old, target]).answer();
+    };
+    let option = ["-o", "data_file=t.data"];
+    vellum(&[&["convert", "-q", "-f", "raw", "-O", "qcow2"][..], &option, &[&old, &target]].concat())
+        .answer();
+
+    for (data_file, to, words) in [
+        ("new.raw", &link, "would overwrite it"),
+        ("absent.qcow2", &absent, "cannot be its own data file"),
+        ("t.qcow2", &link, "cannot be its own data file"),
+    ] {
+        let answer = vellum(&to_link(data_file, to).each_ref().map(String::as_str));
+        assert!(answer.code == 1 && answer.err.contains(words), "{data_file}: {}", answer.err);
+        assert!(std::fs::read(&new).expect("there") == content, "{data_file}");
+        has_old(&target);
+    }
+
+    let words = to_link("t.data", &link);
+    let limited = ["--fsize=2097152", env!("CARGO_BIN_EXE_vellum")];
+    let failed =
+        run("prlimit", &limited.into_iter().chain(words.iter().map(String::as_str)).collect::<Vec<_>>());
+    assert!(failed.code == 1 && failed.err.contains("t.qcow2 was emptied"), "{}", failed.err);
+    assert_eq!(std::fs::metadata(&target).expect("it is there").len(), 0);
+    vellum(&words.each_ref().map(String::as_str)).answer();
+    vellum(&["compare", "-q", "-f", "raw", "-F", "qcow2", &new, &target]).answer();
+}
+
+/// Whichever read fails while an image is replaced that has its data where the copy's will be: a header that cannot be read may be that
+/// of a disk.
+#[test]
+fn an_image_whose_header_cannot_be_read_is_not_taken_for_none() {
+    requires!("strace");
+    let dir = Dir::new("data-file-unread");
+    let (old, new, target) = (dir.text("old.raw"), dir.text("new.raw"), dir.text("t.qcow2"));
+    std::fs::write(&old, noise(1 << 20, 1)).expect("a disk");
+    std::fs::write(&new, noise(1 << 20, 2)).expect("a disk");
+    let words = |from| {
+        ["convert", "-q", "-f", "raw", "-O", "qcow2", "-o", "data_file=t.data", from, &target]
+            .map(str::to_owned)
+    };
+    let vellum_of = |words: &[String]| vellum(&words.iter().map(String::as_str).collect::<Vec<_>>());
+    let has = |disk: &str| vellum(&["compare", "-q", "-f", "raw", "-F", "qcow2", disk, &target]).code == 0;
+    let mut unchanged = 0;
+    for (call, count) in [("preadv2", 7), ("preadv", 3)] {
+        for number in 1..=count {
+            vellum_of(&words(&old)).answer();
+            let fails = format!("inject={call}:error=EIO:when={number}");
+            // Without a ring each read is a call.
+            let traced =
+                ["-f", "-qq", "-o", "/dev/null", "-e", "inject=io_uring_setup:error=ENOSYS", "-e", &fails];
+            let convert = words(&new);
+            let all = traced.into_iter().chain([env!("CARGO_BIN_EXE_vellum")]);
+            let answer = run("strace", &all.chain(convert.iter().map(String::as_str)).collect::<Vec<_>>());
+            let is_empty = std::fs::metadata(&target).expect("it is there").len() == 0;
+            let is_true = match answer.code {
+                0 => has(&new),
+                _ if answer.err.contains("t.qcow2 was emptied") => is_empty,
+                _ => {
+                    unchanged += 1;
+                    has(&old) && !answer.err.contains("delete it")
+                }
+            };
+            assert!(is_true, "{call} {number}: {}", answer.err);
+        }
+    }
+    assert!(unchanged >= 2, "{unchanged}");
 }

@@ -131,18 +131,20 @@ async fn set_backing_inner(image: &SharedStorage, backing: NewBacking<'_>) -> Re
         return Err(Error::invalid(format!("the name of a backing file has 1 to {BACKING_NAME_MAX} bytes")));
     }
     let old = Layout::read(&header, &**image).await?;
-    let wanted = old.parts.with_backing(backing, &header);
-    if !relay(&header, &**image, &wanted).await? {
-        return Err(Error::new(
-            ErrorKind::NoSpace,
-            "the header has no room for it: give the file a shorter name, or remove extensions of other programs",
-        ));
+    for names in [Names::All, Names::InUse] {
+        let wanted = old.parts.with_backing(backing, names, &header);
+        if relay(&header, &**image, &wanted).await? {
+            return match wanted == old.parts {
+                // It may have been written before, and never flushed.
+                true => write_again(&**image).await,
+                false => Ok(()),
+            };
+        }
     }
-    match wanted == old.parts {
-        // It may have been written before, and never flushed.
-        true => write_again(&**image).await,
-        false => Ok(()),
-    }
+    Err(Error::new(
+        ErrorKind::NoSpace,
+        "the header has no room for it: give the file a shorter name, or remove extensions of other programs",
+    ))
 }
 
 /// Records the pin in a closed image.
@@ -183,7 +185,12 @@ async fn set_pin_inner(image: &SharedStorage, pin: &Pin) -> Result<()> {
 /// The errors of the storage.
 async fn put_pin(header: &Header, image: &dyn Storage, body: Vec<u8>) -> Result<bool> {
     let old = Layout::read(header, image).await?;
-    relay(header, image, &old.parts.with_pin(body, header)).await
+    for names in [Names::All, Names::InUse] {
+        if relay(header, image, &old.parts.with_pin(body.clone(), names, header)).await? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Records how far the image is in a migration, in an image that was closed.
@@ -516,9 +523,10 @@ impl Parts {
         parts
     }
 
-    fn with_pin(&self, body: Vec<u8>, header: &Header) -> Self {
+    fn with_pin(&self, body: Vec<u8>, names: Names, header: &Header) -> Self {
         let mut parts = self.clone();
         parts.extensions.retain(|(kind, _)| *kind != extension::PIN);
+        parts.keep_names(names, header);
         parts.extensions.push((extension::PIN, body));
         parts.forget_unknown(header);
         parts
@@ -564,13 +572,7 @@ impl Parts {
     fn with_bitmaps(&self, body: Option<&[u8]>, names: Names, header: &Header) -> Self {
         let mut parts = self.clone();
         parts.extensions.retain(|(kind, _)| *kind != extension::BITMAPS);
-        if names == Names::InUse {
-            for (_, rows) in parts.extensions.iter_mut().filter(|(kind, _)| *kind == extension::FEATURE_NAMES)
-            {
-                let keeps = |row: &&[u8]| row.len() < FEATURE_NAME_LEN || is_in_use(header, row);
-                *rows = rows.chunks(FEATURE_NAME_LEN).filter(keeps).flatten().copied().collect();
-            }
-        }
+        parts.keep_names(names, header);
         if let Some(body) = body {
             let is_before = |kind: u32| [extension::JOURNAL, extension::SESSION].contains(&kind);
             let first = parts.extensions.iter().take_while(|(kind, _)| is_before(*kind)).count();
@@ -581,6 +583,18 @@ impl Parts {
     }
 
     /// Gives an incompatible feature this name in the table of feature names, or none.
+    /// Leaves these of the names of features.
+    fn keep_names(&mut self, names: Names, header: &Header) {
+        if names == Names::All {
+            return;
+        }
+        for (_, rows) in self.extensions.iter_mut().filter(|(kind, _)| *kind == extension::FEATURE_NAMES) {
+            let keeps = |row: &&[u8]| row.len() < FEATURE_NAME_LEN || is_in_use(header, row);
+            *rows = rows.chunks(FEATURE_NAME_LEN).filter(keeps).flatten().copied().collect();
+        }
+        self.extensions.retain(|(kind, body)| *kind != extension::FEATURE_NAMES || !body.is_empty());
+    }
+
     fn name_feature(&mut self, bit: u8, name: Option<&str>, names: Names, header: &Header) {
         let is_row = |row: &[u8]| row.len() == FEATURE_NAME_LEN && row[0] == 0 && row[1] == bit;
         let table = self.extensions.iter().position(|(kind, _)| *kind == extension::FEATURE_NAMES);
@@ -620,8 +634,9 @@ impl Parts {
         parts
     }
 
-    fn with_backing(&self, backing: NewBacking<'_>, header: &Header) -> Self {
+    fn with_backing(&self, backing: NewBacking<'_>, names: Names, header: &Header) -> Self {
         let mut parts = self.without_backing(header);
+        parts.keep_names(names, header);
         if header.version() >= 3 {
             put64(&mut parts.fields, field::COMPATIBLE, header.compatible);
         }

@@ -79,7 +79,9 @@ const FLAGS: [(&str, Step, &str); 5] = [
 impl clap::Args for Steps {
     fn augment_args(command: Command) -> Command {
         let flag = |(name, _, help): &(&'static str, Step, &'static str)| {
-            Arg::new(*name).long(*name).action(ArgAction::SetTrue).help(*help)
+            // As often as it is given, each at its place.
+            let flag = Arg::new(*name).long(*name).help(*help);
+            flag.action(ArgAction::Append).num_args(0).default_missing_value("true")
         };
         let merge = Arg::new("merge").long("merge").value_name("SOURCE").action(ArgAction::Append);
         command.args(FLAGS.iter().map(flag)).arg(merge.help("Mark also what is marked in the bitmap SOURCE"))
@@ -95,7 +97,7 @@ impl FromArgMatches for Steps {
         let mut steps: Vec<(usize, Step)> = Vec::new();
         for (name, step, _) in &FLAGS {
             if matches.value_source(name) == Some(ValueSource::CommandLine) {
-                steps.extend(matches.index_of(name).map(|at| (at, step.clone())));
+                steps.extend(matches.indices_of(name).into_iter().flatten().map(|at| (at, step.clone())));
             }
         }
         let sources = matches.get_many::<String>("merge").into_iter().flatten();

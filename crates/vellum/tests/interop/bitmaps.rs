@@ -400,3 +400,34 @@ fn names_are_one_line_and_a_revert_leaves_no_trace() {
         assert_eq!(bitmaps_to("qemu-img", &image).len(), 1);
     }
 }
+
+/// QEMU's header is full of names of features; what proves the backing image, and a new backing image, find room in it.
+#[test]
+fn a_header_with_a_bitmap_of_qemu_has_room_for_a_pin() {
+    requires!("qemu-img");
+    let dir = Dir::new("bitmap-pin");
+    let (base, other, image) = (dir.text("base.raw"), dir.text("other.raw"), dir.text("image.qcow2"));
+    for path in [&base, &other] {
+        std::fs::write(path, vec![7; 1 << 20]).expect("a disk");
+    }
+    let new = || {
+        vellum(&["create", "-q", "-f", "qcow2", "-o", "journal=on", "-b", &base, "-F", "raw", &image, "4M"])
+            .answer();
+        succeed("qemu-img", &["bitmap", "--add", &image, "b"]);
+    };
+    for wish in ["--copy-on-read", "--prefetch"] {
+        new();
+        Server::start(&["-f", "qcow2", wish, &image]).stop().answer();
+        let info = vellum(&["info", "--output", "json", &image]).json();
+        assert_eq!(info["format-specific"]["data"]["bitmaps"][0]["name"], "b", "{info}");
+        succeed("qemu-img", &["check", "-q", &image]);
+    }
+    new();
+    vellum(&["rebase", "-b", &other, "-F", "raw", &image]).answer();
+    succeed("qemu-img", &["check", "-q", &image]);
+    succeed("qemu-img", &["compare", "-q", &image, &other]);
+    // As often as QEMU takes it.
+    vellum(&["bitmap", "--clear", "--disable", "--clear", "--enable", "--disable", &image, "b"]).answer();
+    let info = vellum(&["info", "--output", "json", &image]).json();
+    assert_eq!(info["format-specific"]["data"]["bitmaps"][0]["flags"], Value::Array(vec![]), "{info}");
+}

@@ -9,7 +9,8 @@
 //!    taken apart here is the name alone, bytes that the authority has signed.
 //! 2. The text is the one that GnuTLS gives (`gnutls_x509_crt_get_dn`), because access lists that are written for QEMU have it: names of
 //!    attributes, order, escapes. Two different names have two different texts: whatever could end a value is escaped.
-//! 3. Lengths are checked against the bytes that are there. What cannot be parsed has no name, and is in no list.
+//! 3. Lengths are checked against the bytes that are there. What cannot be parsed has no name, and is in no list; nor has a subject that
+//!    is empty, or in which a value is, as GnuTLS has it.
 //!
 //! Source: RFC 5280, 4.1.2.4; RFC 4514, 2; X.690 for the encoding.
 
@@ -26,6 +27,7 @@ const SEQUENCE: u8 = 0x30;
 const SET: u8 = 0x31;
 const OBJECT_ID: u8 = 0x06;
 const UTF8: u8 = 0x0C;
+const NUMERIC: u8 = 0x12;
 const PRINTABLE: u8 = 0x13;
 const TELETEX: u8 = 0x14;
 const IA5: u8 = 0x16;
@@ -36,7 +38,7 @@ const BMP: u8 = 0x1E;
 const DIRECTORY: &[u8] = &[TELETEX, PRINTABLE, UNIVERSAL, UTF8, BMP];
 
 /// The attributes that have a name, by their numbers, and the kinds of string that they may have.
-const ATTRIBUTES: [(&str, &str, &[u8]); 33] = [
+const ATTRIBUTES: [(&str, &str, &[u8]); 37] = [
     ("2.5.4.3", "CN", DIRECTORY),
     ("2.5.4.4", "surName", DIRECTORY),
     ("2.5.4.5", "serialNumber", &[PRINTABLE]),
@@ -62,6 +64,10 @@ const ATTRIBUTES: [(&str, &str, &[u8]); 33] = [
     ("1.2.840.113549.1.9.1", "EMAIL", &[IA5]),
     ("1.2.840.113549.1.9.20", "1.2.840.113549.1.9.20", &[BMP]),
     ("1.2.840.113556.1.4.656", "userPrincipalName", DIRECTORY),
+    ("1.2.643.100.1", "OGRN", &[NUMERIC]),
+    ("1.2.643.100.3", "SNILS", &[NUMERIC]),
+    ("1.2.643.100.5", "OGRNIP", &[NUMERIC]),
+    ("1.2.643.3.131.1.1", "INN", &[NUMERIC]),
     ("1.3.6.1.4.1.311.60.2.1.1", "jurisdictionOfIncorporationLocalityName", DIRECTORY),
     ("1.3.6.1.4.1.311.60.2.1.2", "jurisdictionOfIncorporationStateOrProvinceName", DIRECTORY),
     ("1.3.6.1.4.1.311.60.2.1.3", "jurisdictionOfIncorporationCountryName", &[PRINTABLE]),
@@ -72,18 +78,18 @@ const ATTRIBUTES: [(&str, &str, &[u8]); 33] = [
     ("1.3.6.1.5.5.7.9.5", "countryOfResidence", &[PRINTABLE]),
 ];
 
-/// The subject of a certificate in DER; `None` where it cannot be parsed.
+/// The subject of a certificate in DER; `None` where it cannot be parsed, or has nothing in it.
 pub(super) fn distinguished_name(certificate: &[u8]) -> Option<String> {
     let certificate = CertificateDer::from(certificate);
     let certificate = webpki::EndEntityCert::try_from(&certificate).ok()?;
     let subject = certificate.subject();
-    (subject.len() <= NAME_BYTES_MAX).then(|| text_of(subject)).flatten()
+    let text = (subject.len() <= NAME_BYTES_MAX).then(|| text_of(subject)).flatten();
+    text.filter(|text| !text.is_empty())
 }
 
 /// The same as it is logged: nothing that a terminal would obey, and not long.
 pub(super) fn subject(certificate: &[u8]) -> Option<String> {
-    let name = distinguished_name(certificate).filter(|name| !name.is_empty())?;
-    Some(loggable(&name))
+    distinguished_name(certificate).map(|name| loggable(&name))
 }
 
 /// A name as it is logged: as an access list has it, but for control characters.
@@ -119,6 +125,9 @@ fn text_of(names: &[u8]) -> Option<String> {
                 .filter(|(_, _, kinds)| kinds.contains(&kind))
                 .and_then(|_| string_of(kind, value))
                 .map_or_else(|| hexadecimal(whole), |value| escaped(&value));
+            if value.is_empty() {
+                return None;
+            }
             write!(text, "{separator}{name}={value}").expect("to memory");
             separator = "+";
         }
@@ -271,7 +280,6 @@ mod tests {
             (" ", "CN=\\ "),
             ("a b#c", "CN=a b#c"),
             ("Größe 日本", "CN=Größe 日本"),
-            ("", "CN="),
             ("a\0b", "CN=#0c03610062"),
         ] {
             assert_eq!(name_of(&[(CommonName, utf8(value))]), text);
@@ -284,7 +292,16 @@ mod tests {
         assert_eq!(name_of(&[(unnamed, utf8("hello"))]), "1.2.3.4.5=#0c0568656c6c6f");
         let misused = CustomDnType(vec![2, 5, 4, 20]);
         assert_eq!(name_of(&[(misused, utf8("123"))]), "telephoneNumber=#0c03313233");
-        assert_eq!(name_of(&[]), "");
+        let number = DnType::CustomDnType(vec![1, 2, 643, 3, 131, 1, 1]);
+        assert_eq!(name_of(&[(number, utf8("123"))]), "INN=#0c03313233");
+    }
+
+    #[test]
+    fn an_empty_subject_or_value_is_no_name() {
+        let empty = [(DnType::OrganizationName, utf8("a")), (DnType::CommonName, utf8(""))];
+        assert_eq!(distinguished_name(&certificate(&empty)), None);
+        assert_eq!(distinguished_name(&certificate(&[])), None);
+        assert_eq!(subject(&certificate(&[])), None);
     }
 
     #[test]

@@ -37,8 +37,9 @@ freed() {
     if [ -e "/sys/block/$1/pid" ]; then echo taken; else echo free; fi
 }
 
+# A server whose last device is gone may have ended by itself.
 stop() {
-    kill -TERM "$server"
+    kill -TERM "$server" 2> /dev/null || true
     code=0
     wait "$server" || code=$?
 }
@@ -100,13 +101,15 @@ dd if=/host/noise of="$disk" bs=512 count=1 conv=notrunc status=none seek=131071
 stop
 say "ended $code $(freed nbd0)"
 
-# A paused disk is resumed by the end of its server: what the page cache has is written, and the device goes away.
+# A paused disk is resumed by the end of its server: what the page cache has is written, and the device goes away. The page is in
+# the cache before, and the device is kept open, so that a part of it is written without the disk.
 serve /host/disk.qcow2 --nbd-device /dev/nbd0
+exec 3< "$disk"
+dd if="$disk" bs=4096 skip=16383 count=1 of=/dev/null status=none
 vellum pause --control /tmp/control > /dev/null
-dd if=/host/noise of="$disk" bs=512 count=1 conv=notrunc status=none seek=131070 &
-writer=$!
+dd if=/host/noise of="$disk" bs=512 count=1 conv=notrunc status=none seek=131070
 stop
-wait "$writer" || true
+exec 3<&-
 say "paused $code $(freed nbd0)"
 serve /host/disk.qcow2 --nbd-device /dev/nbd0
 dd if="$disk" bs=512 skip=131070 count=1 status=none | cmp -n 512 - /host/noise
@@ -114,8 +117,10 @@ dd if="$disk" bs=512 skip=131070 count=1 status=none | cmp -n 512 - /host/noise
 vellum pause --control /tmp/control > /dev/null
 code=0
 vellum client disconnect --device "$disk" || code=$?
-say "taken away $code $(freed nbd0) $(grep -c 'while its disk was paused' /tmp/said)"
+taken=$code
+free=$(freed nbd0)
 stop
+say "taken away $taken $free $(grep -c 'while its disk was paused' /tmp/said)"
 
 # Killed in the middle of writes; the next one finds what was synced. The kernel says a lot then.
 serve /host/disk.qcow2 --nbd-device /dev/nbd0

@@ -9,9 +9,15 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use rustix::fs::OFlags;
 use serde::Deserialize;
 use vellum_core::{Context, Error, Result};
 use vellum_export::nbd::{AccessList, NamePattern, SharedAccessList, Verdict};
+
+use crate::plain_file::read_at_most;
+
+/// No list in a file is longer, in bytes.
+const FILE_BYTES_MAX: u64 = 16 << 20;
 
 /// Where an access list is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -41,7 +47,9 @@ impl AccessSource {
         match self {
             Self::Said(list) => Ok(list.clone()),
             Self::File(path) => {
-                let text = std::fs::read_to_string(path)
+                let read = read_at_most(path, OFlags::empty(), FILE_BYTES_MAX);
+                let text = read
+                    .and_then(|bytes| String::from_utf8(bytes).map_err(std::io::Error::other))
                     .context(|| format!("can't read the access list {}", path.display()))?;
                 parse(&text).map(Arc::new).map_err(|error| error.context(path.display().to_string()))
             }
@@ -112,6 +120,22 @@ fn parse(text: &str) -> Result<AccessList> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_pipe_a_device_and_a_long_file_are_no_list() {
+        let dir = std::env::temp_dir().join(format!("vellum-access-{}", std::process::id()));
+        std::fs::create_dir(&dir).unwrap();
+        let (pipe, long) = (dir.join("pipe"), dir.join("long"));
+        let made = std::process::Command::new("mkfifo").arg(&pipe).status().unwrap();
+        assert!(made.success());
+        std::fs::File::create(&long).unwrap().set_len(1 << 40).unwrap();
+        let read = [pipe, "/dev/zero".into(), long].map(|path| AccessSource::File(path).read());
+        std::fs::remove_dir_all(&dir).unwrap();
+        let said = read.map(|read| read.unwrap_err().chain());
+        for (said, why) in said.iter().zip(["no plain file", "no plain file", "more than 16777216 bytes"]) {
+            assert!(said.contains("can't read the access list") && said.contains(why), "{said}");
+        }
+    }
 
     #[test]
     fn lists_are_read_whole_or_not_at_all() {

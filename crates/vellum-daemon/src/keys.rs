@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::fs::OFlags;
 use vellum_core::{Context as _, Error, Offload, Result};
 use vellum_format::FormatKind;
 pub use vellum_format::luks::KeysChanged;
@@ -16,6 +17,7 @@ use vellum_io::{clock, unblock};
 use crate::control::{EncryptionWish, SecretFile};
 use crate::host::Pool;
 use crate::image::{ImageOptions, open_file};
+use crate::plain_file;
 
 /// How a new image is to be encrypted.
 #[derive(Debug, Clone)]
@@ -94,7 +96,7 @@ pub(crate) async fn keys_of_new(
                 return Err(Error::invalid(format!("the file of the secret {id} needs an absolute path")));
             }
             let using = || format!("can't use the secret {id} in {}", file.display());
-            let secret = std::fs::File::open(file).context(using).and_then(Secret::read)?;
+            let secret = plain_file::open(file, OFlags::empty()).context(using).and_then(Secret::read)?;
             let secret = if *base64 { secret.from_base64().context(using)? } else { secret };
             secrets = secrets.without(id);
             secrets.add(id, secret)?;

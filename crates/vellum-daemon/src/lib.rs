@@ -54,6 +54,7 @@ mod new_top;
 mod notify;
 mod occupied;
 pub mod pins;
+mod plain_file;
 pub mod published;
 pub mod rebase;
 mod replaced;

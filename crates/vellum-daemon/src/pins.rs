@@ -19,8 +19,6 @@
 //!
 //! Left out: a schedule. `vellum tier pin` without a path applies the pins again, from a timer of the host.
 
-use std::io::Read as _;
-use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -33,6 +31,7 @@ use vellum_io::unblock_at;
 use vellum_layer::Chain;
 
 use crate::image::{ImageOptions, open_image};
+use crate::plain_file::read_at_most;
 use crate::tier::{DemotedUnits, MovedUnits, PromotedUnits, Ranges, move_in, open_medium, tier_of};
 
 /// The longest pins file, in bytes.
@@ -150,23 +149,6 @@ fn replace(file: &Path, bytes: &[u8]) -> std::io::Result<()> {
     std::fs::rename(&new, file)
 }
 
-/// A plain file of at most this many bytes. Whatever lies there under its name, it neither blocks nor takes more memory.
-fn read_at_most(file: &Path, most: u64) -> std::io::Result<Vec<u8>> {
-    let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
-    let flags = i32::try_from(flags.bits()).expect("flags of the kernel");
-    let opened = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(file)?;
-    let invalid = |why: String| std::io::Error::new(std::io::ErrorKind::InvalidData, why);
-    if !opened.metadata()?.is_file() {
-        return Err(invalid("it is no plain file".to_owned()));
-    }
-    let mut bytes = Vec::new();
-    opened.take(most + 1).read_to_end(&mut bytes)?;
-    match bytes.len() as u64 > most {
-        true => Err(invalid(format!("it has more than {most} bytes"))),
-        false => Ok(bytes),
-    }
-}
-
 /// What was kept of the heat of a disk.
 ///
 /// # Errors
@@ -176,7 +158,7 @@ pub(crate) async fn heat_of(image: &Path) -> Result<Option<Vec<u8>>> {
     unblock_at(&image.clone(), move || {
         let Some(file) = beside(&image, ".heat")? else { return Ok(None) };
         // It is a hint: what is no such file counts as none.
-        Ok(read_at_most(&file, HEAT_MAX).ok())
+        Ok(read_at_most(&file, OFlags::NOFOLLOW, HEAT_MAX).ok())
     })
     .await
 }
@@ -203,7 +185,7 @@ pub async fn pins_of(image: &Path) -> Result<Vec<Pin>> {
     unblock_at(&image.clone(), move || {
         let Ok(file) = pins_file(&image) else { return Ok(Vec::new()) };
         let context = || format!("can't read {}", file.display());
-        let bytes = match read_at_most(&file, FILE_MAX) {
+        let bytes = match read_at_most(&file, OFlags::NOFOLLOW, FILE_MAX) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
             read => read.context(context)?,
         };

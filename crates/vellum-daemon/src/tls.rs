@@ -52,16 +52,19 @@ impl TlsFiles {
 pub(crate) struct TlsNow {
     files: Option<TlsFiles>,
     policy: Arc<Mutex<TlsPolicy>>,
-    /// The file of the access list as it was when it began to be read.
+    /// The file of the access list in use, as it was when it began to be read.
     seen: Arc<Mutex<Option<Option<Stamp>>>>,
+    /// The same of the last one that could not be read, which was said.
+    failed: Arc<Mutex<Option<Option<Stamp>>>>,
 }
 
-/// A file that is replaced is another one; one that is written has another time, to the nanosecond.
+/// A file that is replaced is another one; one that is written, or gets a time that it had before, was changed at another time, to the
+/// nanosecond.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Stamp {
     file: (u64, u64),
     bytes: u64,
-    written: (i64, i64),
+    changed: (i64, i64),
 }
 
 impl Stamp {
@@ -70,7 +73,7 @@ impl Stamp {
         Some(Self {
             file: (facts.dev(), facts.ino()),
             bytes: facts.size(),
-            written: (facts.mtime(), facts.mtime_nsec()),
+            changed: (facts.ctime(), facts.ctime_nsec()),
         })
     }
 }
@@ -89,7 +92,7 @@ impl TlsNow {
         lock(&self.policy).clone()
     }
 
-    /// Reads the files again whenever the access list has changed, for ever.
+    /// Reads the access list again whenever its file has changed, for ever. One that cannot be read is tried again each time.
     pub(crate) async fn watch(&self) -> Infallible {
         if self.stamp().is_none() {
             return std::future::pending().await;
@@ -101,7 +104,7 @@ impl TlsNow {
                 let now = tls.stamp();
                 // Between the removal of a file and the next one of its name the list stays as it is.
                 if now.as_ref().is_some_and(Option::is_some) && now != *lock(&tls.seen) {
-                    tls.read_again();
+                    tls.read_list_again(now);
                 }
             })
             .await;
@@ -116,15 +119,45 @@ impl TlsNow {
         }
     }
 
+    /// Reads the access list again, and leaves the certificates as they are: those may just be replaced, and whom the list keeps out
+    /// is to be kept out nevertheless.
+    fn read_list_again(&self, stamp: Option<Option<Stamp>>) {
+        let Some(access) = self.files.as_ref().and_then(|files| files.access.as_ref()) else { return };
+        match access.read() {
+            Ok(list) => {
+                let mut policy = lock(&self.policy);
+                let taken = std::mem::take(&mut *policy);
+                *policy = match taken {
+                    TlsPolicy::Off => TlsPolicy::Off,
+                    TlsPolicy::Offered(tls) => TlsPolicy::Offered(tls.with_access_list(list)),
+                    TlsPolicy::Required(tls) => TlsPolicy::Required(tls.with_access_list(list)),
+                };
+                drop(policy);
+                *lock(&self.seen) = stamp;
+                tracing::warn!("the access list was reloaded; new connections are judged by it");
+            }
+            Err(error) => {
+                let said = lock(&self.failed).replace(stamp.clone().flatten());
+                if said != stamp {
+                    tracing::error!(
+                        "the access list was not reloaded, and the one in use is kept: {}",
+                        error.chain()
+                    );
+                }
+            }
+        }
+    }
+
     /// Reads the files again, where there are any. May block.
     pub(crate) fn read_again(&self) {
         let Some(files) = &self.files else { return };
         let directory = files.directory.display();
-        *lock(&self.seen) = self.stamp();
+        let stamp = self.stamp();
         let list = if files.access.is_some() { " and the access list" } else { "" };
         match files.read() {
             Ok(policy) => {
                 *lock(&self.policy) = policy;
+                *lock(&self.seen) = stamp;
                 tracing::warn!(
                     "the certificates in {directory}{list} were reloaded; new connections use them"
                 );

@@ -330,6 +330,18 @@ fn names_of_certificates_are_read_as_there_and_decide_who_is_let_in() {
     std::fs::write(dir.join("next"), r#"{"policy":"deny"}"#).expect("a file");
     std::fs::rename(dir.join("next"), &file).expect("it is there");
     until("the file is read again", || !asks(&running, &clients[1]));
+    // Also while the certificates are being replaced, and after a moment in which a pipe was there.
+    let key = dir.join("server/server-key.pem");
+    std::fs::rename(&key, dir.join("key")).expect("it is there");
+    std::fs::write(&file, r#"{"policy":"allow"}"#).expect("a file");
+    until("the file is read again", || asks(&running, &clients[1]));
+    std::fs::rename(dir.join("key"), &key).expect("it is there");
+    std::fs::remove_file(&file).expect("it is there");
+    assert!(std::process::Command::new("mkfifo").arg(&file).status().expect("mkfifo").success());
+    std::thread::sleep(std::time::Duration::from_millis(2500));
+    std::fs::write(dir.join("next"), r#"{"policy":"deny"}"#).expect("a file");
+    std::fs::rename(dir.join("next"), &file).expect("it is there");
+    until("the file is read again", || !asks(&running, &clients[1]));
 }
 
 #[test]

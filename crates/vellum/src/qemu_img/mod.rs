@@ -191,7 +191,7 @@ fn name_by_path(command: &Command, operands: &mut [OsString]) -> Result<Option<O
     let Some(first) = operands.first_mut() else { return Ok(None) };
     let named = names::named(Path::new(first), None, true).map_err(|error| error.chain())?;
     // The claim would be lost, and data could go where it can be read. A size is no data.
-    if named.is_encrypted && command.name != "resize" {
+    if named.is_encrypted && !["amend", "resize"].contains(&command.name) {
         return Err("keys of an encrypted image are not supported here: name it by its path".to_owned());
     }
     *first = as_file(&named.path).into();

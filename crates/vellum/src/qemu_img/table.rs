@@ -137,22 +137,22 @@ pub(crate) static COMMANDS: &[Command] = &[
         name: "amend",
         ours: "amend",
         usage: "[OPTIONS] -o OPTIONS FILE",
-        note: "`vellum key` changes the keys of an encrypted image, `vellum resize` the size, `vellum rebase -u` the name of the \
-               backing image",
+        note: "`vellum key` changes keys, too, and lists them; `vellum resize` changes the size, `vellum rebase -u` the name of the backing \
+               image",
         has_sizes: false,
         own: &[
             with(
                 Some('o'),
                 "options",
                 Same("--options"),
-                "compat, lazy_refcounts, refcount_bits; `help` lists them",
+                "compat, lazy_refcounts, refcount_bits; encrypt.state and the others for keys; `help` lists them",
             ),
-            flag(None, "force", Refused, "it is for keys: `vellum key`"),
+            flag(None, "force", Refused, "no key in use is overwritten, and the last one is never removed"),
             flag(Some('p'), "progress", Aside, "nothing is printed"),
             flag(Some('q'), "quiet", Aside, "nothing is printed"),
             with(Some('t'), "cache", Aside, "all is durable when the command ends"),
         ],
-        common: &[&FORMAT, &NAMED_BY_KEYS, &NO_OBJECT],
+        common: &[&FORMAT, &NAMED_BY_KEYS, &OBJECT],
     },
     Command {
         name: "bench",

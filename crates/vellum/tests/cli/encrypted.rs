@@ -7,7 +7,7 @@ use rustix::process::{Signal, kill_process};
 
 use super::refused;
 use super::support::dir::Dir;
-use super::support::program::{finish, pid_of, succeed, vellum, vellum_command, wait};
+use super::support::program::{finish, pid_of, run, succeed, vellum, vellum_command, wait};
 use super::support::server::Server;
 use super::support::{PATIENCE, noise, patchy, until};
 
@@ -50,6 +50,77 @@ fn images_go_to_and_fro_between_both_programs() {
         assert!(vellum(&["info", &theirs]).answer().contains("encrypted: yes"));
         refused(1, &["encrypted with LUKS", "--secret id=NAME,file=FILE"], &["convert", &theirs, &back]);
         refused(1, &["line break"], &["convert", "--secret", &wrong(&dir), &theirs, &back]);
+    }
+}
+
+/// Keys come and go in the words of `qemu-img amend`, by both programs in turns.
+#[test]
+fn keys_are_amended_in_turns() {
+    crate::requires!("qemu-img");
+    let dir = Dir::new("encrypted-amend");
+    let ids = ["a", "b", "c"];
+    let all: Vec<String> = ids.iter().flat_map(|id| secret(&dir, id, &format!("the secret {id}"))).collect();
+    let all: Vec<&str> = all.iter().map(String::as_str).collect();
+    let objects: Vec<String> = ids.iter().map(|id| format!("secret,id={id},file={}", dir.text(id))).collect();
+    let objects: Vec<&str> = objects.iter().flat_map(|object| ["--object", object]).collect();
+    for (format, prefix) in [("qcow2", "encrypt."), ("luks", "")] {
+        let image = dir.text(format);
+        let made = match format {
+            "qcow2" => "encrypt.format=luks,encrypt.key-secret=a,encrypt.iter-time=10",
+            _ => "key-secret=a,iter-time=10",
+        };
+        qemu_img(&[&["create", "-q"], &objects[..], &["-f", format, "-o", made, &image, "1M"]].concat());
+        let named = |id: &str| match format {
+            "qcow2" => format!("driver=qcow2,encrypt.key-secret={id},file.filename={image}"),
+            _ => format!("driver=luks,key-secret={id},file.filename={image}"),
+        };
+        let words = |options: &str| {
+            options.split(',').map(|option| format!("{prefix}{option}")).collect::<Vec<_>>().join(",")
+        };
+        let ours = |options: &str| {
+            let words = words(options);
+            vellum(&[&["amend", "-f", format, "-o", &words], &all[..], &[&image]].concat())
+        };
+        let theirs = |id: &str, options: &str| {
+            let words = words(options);
+            qemu_img(&[&["amend"], &objects[..], &["--image-opts", "-o", &words, &named(id)]].concat());
+        };
+        let opens = |expected: &[&str]| {
+            for id in ids {
+                let info = run(
+                    "qemu-io",
+                    &[&objects[..], &["--image-opts", "-c", "read 0 512", &named(id)]].concat(),
+                );
+                assert_eq!(info.code == 0, expected.contains(&id), "{format} {id}: {info:?}");
+            }
+        };
+        ours("state=active,new-secret=b,iter-time=10").answer();
+        opens(&["a", "b"]);
+        theirs("b", "state=active,new-secret=c,iter-time=10,keyslot=5");
+        opens(&["a", "b", "c"]);
+        ours("state=inactive,old-secret=a").answer();
+        opens(&["b", "c"]);
+        theirs("c", "state=inactive,old-secret=b");
+        opens(&["c"]);
+        ours("state=active,new-secret=a,iter-time=10,keyslot=2").answer();
+        ours("state=inactive,keyslot=5").answer();
+        opens(&["a"]);
+        for (options, why) in [
+            ("state=inactive,keyslot=2", "last key"),
+            ("state=active,new-secret=b,keyslot=2,iter-time=10", "slot 2"),
+            ("state=active", "new-secret"),
+            ("state=inactive", "old-secret"),
+            ("state=inactive,new-secret=b", "state=active"),
+            ("state=active,new-secret=b,old-secret=a", "state=inactive"),
+            ("new-secret=b", "state=active"),
+            ("state=active,new-secret=nobody", "nobody"),
+            ("state=gone", "active, inactive"),
+            ("state=inactive,keyslot=8", "0 to 7"),
+        ] {
+            let ran = ours(options);
+            assert!(ran.code == 1 && ran.err.contains(why), "{options}: {ran:?}");
+            opens(&["a"]);
+        }
     }
 }
 

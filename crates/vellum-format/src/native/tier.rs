@@ -110,7 +110,7 @@ impl Native {
     }
 
     /// From when this returns, neither a mark nor a bit of these units is left, in memory or on the medium. Those that only the
-    /// fast medium has and that it does not give are told, and are as they were; they do not keep the others there. In those of
+    /// fast medium has and that it does not give are reported, and stay as they were; they do not keep the others there. In those of
     /// which the request has everything, what it has takes the place of what is there alone.
     pub(super) async fn end_copies(
         &self,

@@ -319,7 +319,7 @@ pub(crate) fn what_the_tables_have_lost_is_overwritten_as_a_whole() -> Trial {
             }
             Ok::<(), String>(())
         };
-        // Nothing is missing, so nobody has to ask for it.
+        // No unit is missing, so the disk opens without being salvaged.
         let disk = open_with(&both, &both.image, Some(&damaged), false).await.map_err(chain)?;
         has(&disk, "when it was overwritten").await?;
         disk.close().await.map_err(chain)?;

@@ -572,7 +572,7 @@ fn slot_of(data: u64) -> usize {
     usize::try_from(data).expect("the number of a slot")
 }
 
-/// How long the worker pauses after so many pauses.
+/// How long the next pause of the worker is, after `pauses` of them.
 fn pause(pauses: u32) -> Duration {
     Duration::from_millis(1 << pauses.min(7)).min(PAUSE_MAX)
 }

@@ -19,21 +19,21 @@ use crate::secrets::SecretArgs;
 /// What `-o help` prints, in the form of `qemu-img`.
 const HELP: &str = "Amend options for 'qcow2':
   compat=<str>           - Compatibility level (v2 [0.10] or v3 [1.1])
-  encrypt.iter-time=<num> - Time to spend in PBKDF in milliseconds
-  encrypt.keyslot=<num>  - Select a single keyslot to modify explicitly
-  encrypt.new-secret=<str> - New secret to set in the matching keyslots. Empty string to erase
-  encrypt.old-secret=<str> - Select all keyslots that match this password
-  encrypt.state=<str>    - Select new state of affected keyslots (active/inactive)
+  encrypt.iter-time=<num> - How long opening with the new key takes, in milliseconds
+  encrypt.keyslot=<num>  - Key slot to fill or empty, 0 to 7
+  encrypt.new-secret=<str> - Secret of the key that is added (state=active)
+  encrypt.old-secret=<str> - Secret whose keys are removed (state=inactive)
+  encrypt.state=<str>    - Add a key (active) or remove keys (inactive)
   lazy_refcounts=<bool (on/off)> - Postpone refcount updates
   refcount_bits=<num>    - Width of a reference count entry in bits";
 
 /// The same of a LUKS volume.
 const HELP_LUKS: &str = "Amend options for 'luks':
-  iter-time=<num>        - Time to spend in PBKDF in milliseconds
-  keyslot=<num>          - Select a single keyslot to modify explicitly
-  new-secret=<str>       - New secret to set in the matching keyslots. Empty string to erase
-  old-secret=<str>       - Select all keyslots that match this password
-  state=<str>            - Select new state of affected keyslots (active/inactive)";
+  iter-time=<num>        - How long opening with the new key takes, in milliseconds
+  keyslot=<num>          - Key slot to fill or empty, 0 to 7
+  new-secret=<str>       - Secret of the key that is added (state=active)
+  old-secret=<str>       - Secret whose keys are removed (state=inactive)
+  state=<str>            - Add a key (active) or remove keys (inactive)";
 
 const SLOTS: usize = 8;
 

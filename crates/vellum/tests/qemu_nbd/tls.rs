@@ -1,5 +1,6 @@
 //! Lists of exports, and clients that are admitted by the name of a certificate: both programs as servers, both as clients, in every pairing.
 
+use std::io::{BufRead as _, BufReader};
 use std::path::Path;
 
 use rcgen::string::{BmpString, TeletexString};
@@ -320,7 +321,7 @@ fn names_of_certificates_are_read_as_there_and_decide_who_is_let_in() {
     // A list in a file is read again when it has changed; one that is no list changes nothing.
     let file = dir.text("list");
     std::fs::write(&file, "{}").expect("a file");
-    let running = serve(Whose::Ours, &format!("authz-list-file,id=a,filename={file}"));
+    let mut running = serve(Whose::Ours, &format!("authz-list-file,id=a,filename={file}"));
     assert!(!asks(&running, &clients[1]));
     std::fs::write(&file, r#"{"rules":[{"match":"CN=host-7,O=Example","policy":"allow"}]}"#).expect("a file");
     until("the file is read again", || asks(&running, &clients[1]));
@@ -338,7 +339,12 @@ fn names_of_certificates_are_read_as_there_and_decide_who_is_let_in() {
     std::fs::rename(dir.join("key"), &key).expect("it is there");
     std::fs::remove_file(&file).expect("it is there");
     assert!(std::process::Command::new("mkfifo").arg(&file).status().expect("mkfifo").success());
-    std::thread::sleep(std::time::Duration::from_millis(2500));
+    // The server has looked at it when it says so; its log is read until the test ends, so that it can be written.
+    let log = running.child.as_mut().and_then(|child| child.stderr.take()).expect("it is piped");
+    let mut log = BufReader::new(log).lines().map_while(std::result::Result::ok);
+    let is_refusal =
+        |line: String| line.contains("the access list was not reloaded") && line.contains("no plain file");
+    assert!(log.any(is_refusal), "it says what is there");
     std::fs::write(dir.join("next"), r#"{"policy":"deny"}"#).expect("a file");
     std::fs::rename(dir.join("next"), &file).expect("it is there");
     until("the file is read again", || !asks(&running, &clients[1]));

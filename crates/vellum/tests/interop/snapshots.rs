@@ -263,7 +263,7 @@ fn an_image_is_amended_in_place() {
         ("refcount_bits=1", "count to 1"),
         ("size=2M", "vellum resize"),
         ("backing_file=x", "vellum rebase"),
-        ("encrypt.state=active", "vellum key"),
+        ("encrypt.state=active", "encrypt.new-secret=ID"),
         ("cluster_size=64k", "vellum convert"),
     ] {
         let ran = vellum(&["amend", "-o", options, &image]);

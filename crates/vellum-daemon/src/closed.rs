@@ -16,6 +16,7 @@ use vellum_format::session::{Session, may_use};
 
 use crate::bitmaps::names_of;
 use crate::clones_of::{refuse_while_cloned, with_clones};
+use crate::create::reserve_of;
 use crate::data_file::make_durable;
 use crate::host::{Pool, canonical_path};
 use crate::image::{ImageOptions, open_file, open_file_replayed, open_image};
@@ -224,12 +225,7 @@ pub async fn resize(
             path.display()
         )));
     }
-    let reserve = match options.preallocation {
-        Preallocation::Off => Reserve::Nothing,
-        Preallocation::Metadata => Reserve::Places,
-        Preallocation::Falloc => Reserve::Space,
-        Preallocation::Full => Reserve::Zeros,
-    };
+    let reserve = reserve_of(options.preallocation);
     if reserve != Reserve::Nothing && size < before {
         return Err(Error::invalid(
             "a disk that becomes smaller has nothing to preallocate: omit --preallocation",

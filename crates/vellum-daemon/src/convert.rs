@@ -27,7 +27,7 @@ use vellum_layer::{Chain, Encrypted, Gate};
 
 use crate::bitmaps::{BitmapCopy, add_copies, may_add_copies};
 use crate::copy::{CopyCompression, CopyOptions, copy};
-use crate::create::{CreateTarget, create_native, create_qcow2_instead, new_raw, no_new_luks};
+use crate::create::{CreateTarget, create_native, create_qcow2_instead, new_luks, new_raw};
 use crate::host::check_new_name;
 use crate::image::{ImageOptions, open_image};
 use crate::joined::joined;
@@ -51,7 +51,7 @@ pub struct Conversion {
     pub target: PathBuf,
     /// Its format.
     pub format: FormatKind,
-    /// The options of a new qcow2 image; of a raw one its preallocation.
+    /// The options of a new qcow2 image; of a raw one its preallocation, of a luks one that and its keys.
     pub qcow2: qcow2::CreateOptions,
     /// The options of a new image of the native format.
     pub native: native::CreateOptions,
@@ -325,7 +325,7 @@ impl Copying<'_> {
     /// Whether a write has its place as soon as it has begun, so that pieces that begin in the order of the disk lie in that order:
     /// at once, or once the file has grown, which is seldom ([`GROWTH_BYTES`]).
     fn lays_out_at_once(&self) -> bool {
-        matches!(self.how.format, FormatKind::Raw | FormatKind::Qcow2)
+        matches!(self.how.format, FormatKind::Raw | FormatKind::Qcow2 | FormatKind::Luks)
     }
 
     /// Whether what is written is not to be flushed by those who write it: a draft all of which is one file is flushed before it
@@ -379,7 +379,12 @@ impl Copying<'_> {
             }
             FormatKind::Native => create_native(&target, self.how.native.clone()).await.map(drop),
             FormatKind::Foreign(_) => self.how.format.check_is_written(),
-            FormatKind::Luks => Err(no_new_luks(&self.how.target)),
+            FormatKind::Luks => {
+                let new = &self.how.qcow2;
+                let keys = new.encryption.as_deref();
+                let made = new_luks(self.path(), size, keys, new.preallocation, self.is_flushed_elsewhere());
+                made.await.map(drop)
+            }
         }
     }
 
@@ -426,10 +431,12 @@ impl Copying<'_> {
             }
         };
         (self.progress)(Step::Begins(size));
-        let is_fresh = !how.fills_existing && !target.top().storage.limits().fixed_len;
+        // What nobody has written in a luks image reads as random bytes, so its zeros are data.
+        let zeros_are_data = how.format == FormatKind::Luks;
+        let is_fresh = !how.fills_existing && !target.top().storage.limits().fixed_len && !zeros_are_data;
         let copying = CopyOptions {
             pieces_at_once: how.pieces_at_once,
-            sparse_bytes: how.sparse_bytes,
+            sparse_bytes: if zeros_are_data && !how.target_is_zero { 0 } else { how.sparse_bytes },
             target_is_zero: is_fresh && how.backing.is_none() || how.target_is_zero,
             skips_same: how.backing.is_some(),
             out_of_order: how.out_of_order,

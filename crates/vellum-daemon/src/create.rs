@@ -12,7 +12,8 @@ use vellum_core::{
 };
 use vellum_format::FormatKind;
 use vellum_format::handover::Handover;
-use vellum_format::luks::Secrets;
+use vellum_format::image::Reserve;
+use vellum_format::luks::{self, NewKeys, Secrets};
 use vellum_format::native::{self, Layout, Region};
 use vellum_format::probe::probe;
 use vellum_format::qcow2::{self, CreateOptions, Preallocation};
@@ -170,15 +171,6 @@ pub(crate) fn refuse_moved(chain: &Chain) -> Result<()> {
         )),
         _ => Ok(()),
     }
-}
-
-/// Why no raw LUKS image is made.
-pub fn no_new_luks(path: &Path) -> Error {
-    Error::unsupported(format!(
-        "{}: luks images are read and written, but not created: use `-f qcow2 -o encrypt.format=luks`, or `cryptsetup \
-         luksFormat --type luks1`",
-        path.display()
-    ))
 }
 
 /// The name by which a new image refers to its backing image: the file name if both are in the same directory,
@@ -433,6 +425,54 @@ pub(crate) async fn new_raw(
         let _ = std::fs::remove_file(path);
     }
     made
+}
+
+/// Makes a raw LUKS image with these keys. Its disk reads as random bytes until it is written. Must be called on a worker. Returns the size of the
+/// disk.
+///
+/// # Errors
+/// `Invalid` without keys, and for a preallocation that these images do not have; the errors of the file. A file that could
+/// not be completed is removed.
+pub async fn create_luks(
+    path: &Path,
+    size: u64,
+    keys: Option<&NewKeys>,
+    preallocation: Preallocation,
+) -> Result<u64> {
+    new_luks(path, size, keys, preallocation, false).await
+}
+
+/// As above, perhaps without a flush.
+pub(crate) async fn new_luks(
+    path: &Path,
+    size: u64,
+    keys: Option<&NewKeys>,
+    preallocation: Preallocation,
+    never_flushed: bool,
+) -> Result<u64> {
+    let keys = keys.ok_or_else(|| {
+        Error::invalid(
+            "a luks image needs a secret: name it with `-o key-secret=ID` (`--secret id=ID,file=FILE`)",
+        )
+    })?;
+    let is_new = !path.exists();
+    let file = new_file(path, never_flushed).await?;
+    let made = luks::create(&*file, size, keys, reserve_of(preallocation)).await;
+    if made.is_err() && is_new {
+        drop(file);
+        let _ = std::fs::remove_file(path);
+    }
+    made
+}
+
+/// What a preallocation reserves.
+pub(crate) fn reserve_of(preallocation: Preallocation) -> Reserve {
+    match preallocation {
+        Preallocation::Off => Reserve::Nothing,
+        Preallocation::Metadata => Reserve::Places,
+        Preallocation::Falloc => Reserve::Space,
+        Preallocation::Full => Reserve::Zeros,
+    }
 }
 
 async fn lay_out_raw(path: &Path, file: &File, size: u64, preallocation: Preallocation) -> Result<()> {

@@ -38,6 +38,11 @@ impl NewEncryption {
         Self { secret: name.to_owned(), key_bits: 256, hash: Hash::Sha256, time: TIME_DEFAULT }
     }
 
+    /// Bytes that a raw LUKS image has before its data.
+    pub fn header_bytes(&self) -> u64 {
+        vellum_format::luks::header_bytes(2 * self.key_bits / 8)
+    }
+
     /// Draws the keys, and measures how many iterations they are to have. Must be called on a worker.
     ///
     /// # Errors

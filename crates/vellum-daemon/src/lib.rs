@@ -83,7 +83,7 @@ mod window;
 pub use access::AccessSource;
 pub use clone::{CloneOf, Cloned, Cloning, NewClone, clone_template};
 pub use create::{
-    CreateTarget, NativeImage, backing_name, create_native, create_qcow2, create_raw, no_new_luks,
+    CreateTarget, NativeImage, backing_name, create_luks, create_native, create_qcow2, create_raw,
 };
 pub use flash::{FlashSpec, policy_of};
 pub use grow::GrowHook;

@@ -14,6 +14,8 @@ use vellum_layer::Chain;
 pub enum MeasuredFormat {
     /// A raw image.
     Raw,
+    /// A raw LUKS image with so many bytes before its data.
+    Luks(u64),
     /// A qcow2 image with these options.
     Qcow2(Box<qcow2::CreateOptions>),
     /// An image of the native format with these options.
@@ -38,9 +40,10 @@ pub struct Measured {
 /// `Invalid` for options that contradict each other, and the errors of the source.
 pub async fn measure(size: u64, source: Option<&Chain>, format: MeasuredFormat) -> Result<Measured> {
     let (sizes, cluster) = match format {
-        MeasuredFormat::Raw => {
-            let bytes =
-                size.checked_next_multiple_of(512).ok_or_else(|| Error::invalid("the size is too large"))?;
+        MeasuredFormat::Raw | MeasuredFormat::Luks(_) => {
+            let before = if let MeasuredFormat::Luks(before) = format { before } else { 0 };
+            let bytes = size.checked_next_multiple_of(512).and_then(|bytes| bytes.checked_add(before));
+            let bytes = bytes.ok_or_else(|| Error::invalid("the size is too large"))?;
             return Ok(Measured { required: bytes, fully_allocated: bytes, bitmaps: None });
         }
         MeasuredFormat::Qcow2(options) => {

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use vellum_core::{BlockSize, Context, Error, Result, SharedStorage};
-use vellum_daemon::{CreateTarget, backing_name, create_native, create_qcow2, create_raw, no_new_luks};
+use vellum_daemon::{CreateTarget, backing_name, create_native, create_qcow2, create_raw};
 use vellum_format::qcow2::Preallocation;
 use vellum_format::{FormatKind, native, qcow2};
 
@@ -173,6 +173,10 @@ fn format_of(path: &Path) -> Result<FormatKind> {
         let remedy = "name it .qcow2, .vlm or .raw, or state the format with `NewImage`";
         Error::invalid(format!("the name of {} does not show its format: {remedy}", path.display()))
     })
+}
+
+fn no_new_luks(path: &Path) -> Error {
+    Error::unsupported(format!("{}: no luks image is made here: use `vellum create -f luks`", path.display()))
 }
 
 fn no_backing() -> Error {

@@ -334,7 +334,7 @@ const WRITTEN_AT_ONCE: u64 = 1 << 20;
 const RESERVED_AT_ONCE: u64 = 256 << 20;
 
 /// Reserves space from `before` to `size`.
-async fn reserve(image: &dyn Storage, before: u64, size: u64, how: Reserve) -> Result<()> {
+pub(crate) async fn reserve(image: &dyn Storage, before: u64, size: u64, how: Reserve) -> Result<()> {
     let mut rest = ImageOffset::new(before).span(size.saturating_sub(before));
     while !rest.is_empty() && how != Reserve::Nothing {
         let piece = if how == Reserve::Zeros { WRITTEN_AT_ONCE } else { RESERVED_AT_ONCE };

@@ -215,6 +215,8 @@ pub(crate) struct NewImage {
     encryption: Option<NewEncryption>,
     /// What was said, by its names.
     said: Vec<String>,
+    /// What was said in the words of luks images.
+    said_of_luks: Vec<(String, String)>,
     /// Whether somebody said if there are to be subclusters.
     says_subclusters: bool,
     /// Whether there is to be a journal, if somebody said so.
@@ -235,15 +237,16 @@ const SUBCLUSTERS_FROM: u64 = 16 << 10;
 /// One line of `-o help`: the formats that have the option, its name, its values, what it means.
 type OptionHelp = (&'static [FormatKind], &'static str, &'static str, &'static str);
 
-const RAW: &[FormatKind] = &[FormatKind::Raw];
 const QCOW2: &[FormatKind] = &[FormatKind::Qcow2];
 const NATIVE: &[FormatKind] = &[FormatKind::Native];
 const ENCRYPTED: &[FormatKind] = &[FormatKind::Qcow2, FormatKind::Native];
 const OVER_A_BASE: &[FormatKind] = &[FormatKind::Qcow2, FormatKind::Native];
-const EVERY: &[FormatKind] = &[FormatKind::Raw, FormatKind::Qcow2, FormatKind::Native];
+const LUKS: &[FormatKind] = &[FormatKind::Luks];
+const FLAT: &[FormatKind] = &[FormatKind::Raw, FormatKind::Luks];
+const EVERY: &[FormatKind] = &[FormatKind::Raw, FormatKind::Qcow2, FormatKind::Native, FormatKind::Luks];
 
 /// What `-o help` lists, sorted by name.
-const CREATE_OPTIONS: [OptionHelp; 32] = [
+const CREATE_OPTIONS: [OptionHelp; 38] = [
     (OVER_A_BASE, "backing_file", "NAME", "backing image, like -b"),
     (OVER_A_BASE, "backing_fmt", "raw|qcow2|vellum", "format of the backing image, like -F"),
     (
@@ -252,6 +255,8 @@ const CREATE_OPTIONS: [OptionHelp; 32] = [
         "SIZE",
         "granularity at which a clone tracks its own data, 4k to 1M (default 64k)",
     ),
+    (LUKS, "cipher-alg", "aes-256|aes-128", "cipher, in XTS mode (default aes-256)"),
+    (LUKS, "cipher-mode", "xts", "mode of the cipher"),
     (QCOW2, "cluster_size", "SIZE", "cluster size, 512 to 2M (default 64k)"),
     (QCOW2, "compat", "v2|v3", "version of the format, also written 0.10 and 1.1 (default v3)"),
     (QCOW2, "compression_type", "zlib|zstd", "compression of compressed clusters (default zlib)"),
@@ -298,6 +303,9 @@ const CREATE_OPTIONS: [OptionHelp; 32] = [
         "on|off",
         "32 subclusters per cluster (default on with a backing image or encryption, otherwise off)",
     ),
+    (LUKS, "hash-alg", "sha256|sha512|...", "hash of the key slots (default sha256)"),
+    (LUKS, "iter-time", "MS", "how long opening the image takes, in milliseconds (default 2000)"),
+    (LUKS, "ivgen-alg", "plain64", "how the cipher uses the place of a sector"),
     (
         QCOW2,
         "journal",
@@ -306,6 +314,7 @@ const CREATE_OPTIONS: [OptionHelp; 32] = [
     ),
     (QCOW2, "journal_size", "SIZE", "size of the journal, 64k to 64M (default 1M); a closed image has none"),
     (NATIVE, "journal_size", "SIZE", "size of the journal, 64k to 64M (default 16M, layout=zoned 8M)"),
+    (LUKS, "key-secret", "ID", "secret that opens the image, given with --secret id=ID,file=FILE"),
     (
         NATIVE,
         "layout",
@@ -321,7 +330,7 @@ const CREATE_OPTIONS: [OptionHelp; 32] = [
         "while served, write zeros ahead of need, by SIZE (64k to 1G) or adaptively; needs the journal \
          (default adaptive on ext4 and XFS)",
     ),
-    (RAW, "preallocation", "off|falloc|full", "reserve space now (default off)"),
+    (FLAT, "preallocation", "off|falloc|full", "reserve space now (default off)"),
     (
         QCOW2,
         "preallocation",
@@ -380,6 +389,20 @@ const FOR_NATIVE: [&str; 6] =
     ["size", "backing_file", "backing_fmt", "copy_on_read", "journal_size", "prefetch"];
 /// The options of encryption begin with this; qcow2 has them, and the native format.
 const OF_ENCRYPTION: &str = "encrypt.";
+/// The same of luks images, in the order in which `qemu-img create` prints them.
+const OF_LUKS: [&str; 8] = [
+    "key-secret",
+    "cipher-alg",
+    "cipher-mode",
+    "ivgen-alg",
+    "ivgen-hash-alg",
+    "hash-alg",
+    "iter-time",
+    "detached-header",
+];
+/// What is said where a luks image is to be made without a secret.
+pub(crate) const NO_KEY_SECRET: &str =
+    "-o key-secret=ID is missing: it names the secret that opens the luks image (`--secret id=ID,file=FILE`)";
 const ONLY_NATIVE: [&str; 6] = ["layout", "unit_size", "zone_size", "embed", "block_size", "zeroed"];
 
 impl NewImage {
@@ -387,6 +410,9 @@ impl NewImage {
         let mut new = Self::default();
         for (key, value) in split_options(lists)? {
             new.set(&key, &value)?;
+            if OF_LUKS.contains(&key.as_str()) {
+                new.said_of_luks.push((key.clone(), value));
+            }
             new.said.push(key);
         }
         new.qcow2.journal = new.journal_wish()?;
@@ -397,6 +423,9 @@ impl NewImage {
         }
         new.native.journal_bytes = new.journal_bytes;
         if new.encryption.as_ref().is_some_and(|encryption| encryption.secret.is_empty()) {
+            if !new.said_of_luks.is_empty() {
+                return Ok(new); // where one is made it is missed, and to measure one it is not needed
+            }
             return Err(Error::invalid(
                 "-o encrypt.key-secret=ID is missing: it names the secret (`--secret id=ID,file=FILE`)",
             ));
@@ -411,6 +440,9 @@ impl NewImage {
     /// The options of a qcow2 image and of a native one, with the keys if it is to be encrypted: to be called on a worker,
     /// where that takes seconds.
     pub(crate) fn with_keys(&self, secrets: &Secrets) -> Result<(Qcow2Options, NativeOptions)> {
+        if self.key_secret().is_some_and(str::is_empty) {
+            return Err(Error::invalid(NO_KEY_SECRET));
+        }
         let keys = self.encryption.as_ref().map(|encryption| encryption.keys(secrets)).transpose()?;
         let native = NativeOptions { encryption: keys.clone(), ..self.native.clone() };
         Ok((Qcow2Options { encryption: keys, ..self.qcow2.clone() }, native))
@@ -461,13 +493,25 @@ impl NewImage {
         Some(format!("encrypt.format=luks encrypt.key-secret={}", encryption.secret))
     }
 
+    /// The same of a luks image: all that was said of it, behind a space each.
+    pub(crate) fn luks_text(&self) -> String {
+        let said = |name: &&str| self.said_of_luks.iter().rfind(|(key, _)| key == name);
+        OF_LUKS.iter().filter_map(said).map(|(key, value)| format!(" {key}={value}")).collect()
+    }
+
+    /// Bytes that a luks image has before its data.
+    pub(crate) fn luks_header_bytes(&self) -> u64 {
+        let usual = NewEncryption::with_secret("");
+        self.encryption.as_ref().unwrap_or(&usual).header_bytes()
+    }
+
     /// Refuses what images of this format have not. `flag` is how the format is said.
     pub(crate) fn suits(&self, format: FormatKind, flag: &str) -> Result<()> {
         format.check_is_written()?;
         let suits = |key: &&String| match format {
             FormatKind::Raw => FOR_RAW.contains(&key.as_str()),
-            FormatKind::Qcow2 => !ONLY_NATIVE.contains(&key.as_str()),
-            FormatKind::Luks => key.as_str() == "size",
+            FormatKind::Qcow2 => !ONLY_NATIVE.contains(&key.as_str()) && !OF_LUKS.contains(&key.as_str()),
+            FormatKind::Luks => FOR_RAW.contains(&key.as_str()) || OF_LUKS.contains(&key.as_str()),
             FormatKind::Native => {
                 let key = key.as_str();
                 FOR_NATIVE.contains(&key) || ONLY_NATIVE.contains(&key) || key.starts_with(OF_ENCRYPTION)
@@ -480,6 +524,13 @@ impl NewImage {
             false => FormatKind::Qcow2,
         };
         Err(Error::invalid(match key.as_str() {
+            key if OF_LUKS.contains(&key) && format != FormatKind::Raw => {
+                format!("-o {key} is an option of luks images: for {format} use encrypt.{key}")
+            }
+            key if OF_LUKS.contains(&key) => format!("-o {key} is a luks option: use `{flag} luks`"),
+            key if format == FormatKind::Luks && key.starts_with(OF_ENCRYPTION) => {
+                format!("-o {key}: a luks image is always encrypted: its options have no `encrypt.` before them")
+            }
             "preallocation" => format!("-o preallocation: {format} images do not support it"),
             "cluster_size" if format == FormatKind::Native => {
                 "-o cluster_size is a qcow2 option: use unit_size, or block_size with a backing image".to_owned()
@@ -530,22 +581,33 @@ impl NewImage {
     fn set_encryption(&mut self, key: &str, value: &str) -> Result<()> {
         let bad = |values: &str| Error::invalid(format!("-o {key}={value}: use {values}"));
         let encryption = self.encryption.get_or_insert_with(|| NewEncryption::with_secret(""));
-        match (key, value) {
-            ("encrypt.format", "luks") => {}
-            ("encrypt.format", _) => return Err(bad("luks; the old scheme (aes) is broken and not written")),
-            ("encrypt.key-secret", "") => return Err(bad("the ID of a secret")),
-            ("encrypt.key-secret", id) => encryption.secret = id.to_owned(),
-            ("encrypt.cipher-alg", "aes-256") => encryption.key_bits = 256,
-            ("encrypt.cipher-alg", "aes-128") => encryption.key_bits = 128,
-            ("encrypt.cipher-alg", _) => return Err(bad("aes-256 or aes-128")),
-            ("encrypt.cipher-mode", "xts") | ("encrypt.ivgen-alg", "plain64") => {}
-            ("encrypt.cipher-mode", _) => return Err(bad("xts")),
-            ("encrypt.ivgen-alg", _) => return Err(bad("plain64")),
-            ("encrypt.hash-alg", name) => encryption.hash = Hash::named(name)?,
-            ("encrypt.iter-time", time) => {
+        match (key.strip_prefix(OF_ENCRYPTION).unwrap_or(key), value) {
+            ("format", "luks") => {}
+            ("format", _) => return Err(bad("luks; the old scheme (aes) is broken and not written")),
+            ("key-secret", "") => return Err(bad("the ID of a secret")),
+            ("key-secret", id) => encryption.secret = id.to_owned(),
+            ("cipher-alg", "aes-256") => encryption.key_bits = 256,
+            ("cipher-alg", "aes-128") => encryption.key_bits = 128,
+            ("cipher-alg", _) => return Err(bad("aes-256 or aes-128")),
+            ("cipher-mode", "xts") | ("ivgen-alg", "plain64") => {}
+            ("cipher-mode", _) => return Err(bad("xts")),
+            ("ivgen-alg", _) => return Err(bad("plain64")),
+            ("hash-alg", name) => encryption.hash = Hash::named(name)?,
+            ("iter-time", time) => {
                 let millis = time.parse().ok().filter(|millis| (1..=60_000).contains(millis));
                 encryption.time =
                     Duration::from_millis(millis.ok_or_else(|| bad("1 to 60000 milliseconds"))?);
+            }
+            ("detached-header", value) if key == "detached-header" => match value {
+                "off" | "no" | "false" => {}
+                _ => {
+                    return Err(Error::unsupported(
+                        "-o detached-header: headers in a file of their own are not made: omit it",
+                    ));
+                }
+            },
+            ("ivgen-hash-alg", _) if key == "ivgen-hash-alg" => {
+                return Err(bad("no such option: plain64 takes no hash"));
             }
             _ => return Err(Error::invalid(format!("-o {key}: unknown option (`-o help` lists them)"))),
         }
@@ -637,7 +699,9 @@ impl NewImage {
                 ));
             }
             "encryption" => {}
-            _ if key.starts_with(OF_ENCRYPTION) => self.set_encryption(key, value)?,
+            _ if key.starts_with(OF_ENCRYPTION) || OF_LUKS.contains(&key) => {
+                self.set_encryption(key, value)?
+            }
             _ => {
                 return Err(Error::invalid(format!("-o {key}: unknown option (`-o help` lists them)")));
             }
@@ -647,107 +711,4 @@ impl NewImage {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn sizes() {
-        for (text, bytes) in [
-            ("0", 0),
-            ("512", 512),
-            ("64k", 65_536),
-            ("64K", 65_536),
-            ("1M", 1 << 20),
-            ("1.5G", 3 << 29),
-            ("2T", 2 << 40),
-            ("10GiB", 10 << 30),
-            ("0.5k", 512),
-            ("512B", 512),
-            ("1024.0", 1024),
-            ("0x10000", 65_536),
-        ] {
-            assert_eq!(parse_size(text).unwrap(), bytes, "{text}");
-        }
-        for text in
-            ["", "k", "-1", "1X", "1.5", "1.2.3M", "99999999999E", "1 M", "1GB", "1kB", "5iB", "0x", "0xg"]
-        {
-            assert!(parse_size(text).is_err(), "{text:?}");
-        }
-    }
-
-    #[test]
-    fn help_lists_each_option_under_the_formats_that_take_it() {
-        for format in *b"rqn" {
-            let format = match format {
-                b'r' => FormatKind::Raw,
-                b'q' => FormatKind::Qcow2,
-                _ => FormatKind::Native,
-            };
-            let listed: Vec<&str> =
-                CREATE_OPTIONS.iter().filter(|row| row.0.contains(&format)).map(|row| row.1).collect();
-            assert!(listed.is_sorted(), "{listed:?}");
-            let help = options_help(Some(format));
-            for (_, name, ..) in CREATE_OPTIONS {
-                let new = NewImage { said: vec![name.to_owned()], ..NewImage::default() };
-                assert_eq!(new.suits(format, "-f").is_ok(), listed.contains(&name), "{format} {name}");
-                assert_eq!(help.contains(&format!("  {name}=<")), listed.contains(&name), "{format} {name}");
-            }
-        }
-        assert_eq!(options_help(None).matches("Options of").count(), 3);
-    }
-
-    #[test]
-    fn options_of_other_formats_are_refused() {
-        use FormatKind::{Native, Qcow2, Raw};
-        for (list, kinds) in [
-            ("size=1M", [true, true, true]),
-            ("preallocation=full", [true, true, false]),
-            ("cluster_size=4k", [false, true, false]),
-            ("journal=on", [false, true, false]),
-            ("journal_size=1M", [false, true, true]),
-            ("backing_file=a,backing_fmt=raw", [false, true, true]),
-            ("layout=table,unit_size=64k", [false, false, true]),
-            ("block_size=4k", [false, false, true]),
-            ("layout=zoned,zone_size=16M,embed=on", [false, false, true]),
-            ("zeroed=on", [false, false, true]),
-        ] {
-            let new = NewImage::parse(&[list.to_owned()]).unwrap();
-            assert_eq!([Raw, Qcow2, Native].map(|kind| new.suits(kind, "-f").is_ok()), kinds, "{list}");
-        }
-        let new = NewImage::parse(&["layout=table,unit_size=64k,journal_size=1M".to_owned()]).unwrap().native;
-        assert_eq!((new.has_table, new.unit_size, new.journal_bytes), (true, Some(65_536), Some(1 << 20)));
-        let new = NewImage::parse(&["layout=zoned,zone_size=1M,embed=off".to_owned()]).unwrap().native;
-        assert_eq!((new.has_zones, new.zone_size, new.embed), (true, Some(1 << 20), Some(false)));
-        assert!(NewImage::parse(&["layout=heap".to_owned()]).is_err());
-    }
-
-    #[test]
-    fn options_with_commas_and_switches() {
-        let lists = ["cluster_size=4k,lazy_refcounts".to_owned(), "backing_file=a,,b,size=1M".to_owned()];
-        let new = NewImage::parse(&lists).unwrap();
-        assert_eq!(new.qcow2.cluster_size, 4096);
-        assert!(new.qcow2.lazy_refcounts);
-        assert_eq!(new.backing_file.as_deref(), Some("a,b"));
-        assert_eq!(new.size, Some(1 << 20));
-        let journal = |list: &str| NewImage::parse(&[list.to_owned()]).map(|new| new.qcow2.journal);
-        assert_eq!(journal("journal=on").unwrap(), Some(1 << 20));
-        assert_eq!(journal("journal_size=256k").unwrap(), Some(256 << 10));
-        assert_eq!(journal("journal=off").unwrap(), None);
-        assert_eq!(journal("compat=v2").unwrap(), None);
-        assert!(journal("journal=off,journal_size=1M").is_err());
-        let prealloc = |list: &str| NewImage::parse(&[list.to_owned()]).map(|new| new.qcow2.prealloc);
-        assert_eq!(prealloc("journal=on").unwrap(), Prealloc::Auto);
-        for (text, wanted) in
-            [("adaptive", Prealloc::Adaptive), ("off", Prealloc::Off), ("3M", Prealloc::Fixed(3 << 20))]
-        {
-            let found = prealloc(&format!("journal=on,prealloc={text}")).unwrap();
-            assert_eq!(found, wanted);
-            assert_eq!(prealloc_text(found).map(|text| parse_prealloc(&text).unwrap()), Some(wanted));
-        }
-        for text in ["", "1", "2G", "on", "auto"] {
-            assert!(prealloc(&format!("prealloc={text}")).is_err(), "{text:?}");
-        }
-        assert!(NewImage::parse(&["nonsense=1".to_owned()]).is_err());
-        assert!(NewImage::parse(&["extended_l2=maybe".to_owned()]).is_err());
-    }
-}
+mod tests;

@@ -359,4 +359,65 @@ fn an_image_that_is_killed_in_the_making_is_none() {
     // What it holds is replaced by the next.
     vellum(&["create", "-q", "-f", "qcow2", &image, "1M"]).answer();
     vellum(&["check", &image]).answer();
+    // The header of a luks image is written last, too: also in place of another one.
+    let [secret, spec] = secret_beside(&dir);
+    let image = dir.text("volume");
+    let made = ["create", "-q", "-f", "luks", &secret, &spec, "-o", "key-secret=a,iter-time=10", &image];
+    for size in ["1M", "64G"] {
+        if size == "64G" {
+            let others = dir.names();
+            let known: Vec<&str> =
+                others.iter().map(String::as_str).filter(|name| *name != "volume").collect();
+            let full = [&made[..], &["-o", "preallocation=full", size]].concat();
+            assert_eq!(signal(under_way(&dir, &known, &full), Signal::KILL).code, 128 + 9);
+            says(&vellum(&["info", "-f", "luks", &image]), 1, &["volume"]);
+            says(
+                &vellum(&["convert", &secret, &spec, "-f", "luks", &image, &dir.text("copy")]),
+                1,
+                &["volume"],
+            );
+        }
+        vellum(&[&made[..], &["1M"]].concat()).answer();
+        assert!(vellum(&["info", &image]).answer().contains("virtual size: 1 MiB"));
+    }
+}
+
+/// The options of a secret in a file of the directory.
+fn secret_beside(dir: &Dir) -> [String; 2] {
+    std::fs::write(dir.join("secret"), "correct horse").expect("a secret");
+    ["--secret".to_owned(), format!("id=a,file={}", dir.text("secret"))]
+}
+
+#[test]
+fn a_luks_copy_that_is_killed_leaves_what_was_there() {
+    for old in [None, Some(noise(MIB, 12))] {
+        let dir = Dir::new("unfinished");
+        let (source, target) = (endless(&dir), dir.text("target"));
+        let [secret, spec] = secret_beside(&dir);
+        if let Some(old) = &old {
+            std::fs::write(&target, old).expect("a file");
+        }
+        let others = dir.names();
+        let known: Vec<&str> = others.iter().map(String::as_str).collect();
+        let new = [&secret, &spec, "-O", "luks", "-o", "key-secret=a,iter-time=10"];
+        let arguments = [&["convert", "-f", "raw"], &new[..], &[&source, &target]].concat();
+        // Zeros are data there, and every one of them is written: it stops at once all the same.
+        for (with, code) in [(Signal::INT, 130), (Signal::KILL, 128 + 9)] {
+            assert_eq!(signal(under_way(&dir, &known, &arguments), with).code, code);
+            match &old {
+                Some(old) => assert!(is_same(&target, old)),
+                None => assert!(!dir.join("target").exists()),
+            }
+            assert_eq!(
+                dir.names().len() - others.len(),
+                usize::from(with == Signal::KILL),
+                "{:?}",
+                dir.names()
+            );
+        }
+        std::fs::write(&source, noise(MIB, 13)).expect("a disk");
+        vellum(&arguments).answer();
+        assert_eq!(vellum(&["compare", &secret, &spec, "-f", "raw", "-F", "luks", &source, &target]).code, 0);
+        assert_eq!(dir.names(), ["secret", "source", "target"]);
+    }
 }

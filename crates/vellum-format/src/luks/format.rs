@@ -14,10 +14,11 @@ use vellum_luks::Header;
 use vellum_luks::luks2::Header2;
 
 use super::area::{KeyArea, Unlock};
+use super::create::refuse_places;
 use super::{Ciphered, facts, two};
-use crate::image::{Fact, Files, Format, Head, OpenOptions, Opened, ready};
+use crate::image::{Fact, Files, Format, Growth, Head, OpenOptions, Opened, ready};
 use crate::probe::FormatKind;
-use crate::raw::Raw;
+use crate::raw::{Raw, reserve};
 use crate::report::{CheckReport, JournalChange, Repair};
 
 /// LUKS, as one of the formats.
@@ -46,6 +47,26 @@ async fn head(image: &dyn Storage) -> Result<LuksHead> {
     let header = area.header(image).await?;
     let size = BlockSize::SECTOR.round_down(two::behind(image, header.payload())?);
     Ok(LuksHead { header: AnyHeader::One(Box::new(header)), area, size })
+}
+
+/// Bytes before the disk, and the bytes that it has, of an image whose disk can become longer or shorter.
+async fn to_resize(image: &dyn Storage) -> Result<(u64, u64)> {
+    let why = match head(image).await? {
+        LuksHead { header: AnyHeader::One(header), size, .. } if header.mode().is_for_writing() => {
+            return Ok((header.payload(), size));
+        }
+        LuksHead { header: AnyHeader::One(header), .. } => format!("in aes-{}", header.mode().name()),
+        LuksHead { header: AnyHeader::Two(_), .. } => "with LUKS version 2".to_owned(),
+    };
+    Err(Error::unsupported(format!(
+        "{} is encrypted {why}, which is only read: copy it with `vellum convert -O luks`, and resize the copy",
+        image.name()
+    )))
+}
+
+fn file_len(payload: u64, size: u64) -> Result<u64> {
+    let end = payload.checked_add(size).filter(|end| i64::try_from(*end).is_ok());
+    end.ok_or_else(|| Error::invalid("the size is too large"))
 }
 
 impl Format for LuksFormat {
@@ -77,14 +98,66 @@ impl Format for LuksFormat {
     fn resize<'a>(
         &'a self,
         image: &'a SharedStorage,
-        _size: u64,
-        _may_shrink: bool,
+        size: u64,
+        may_shrink: bool,
     ) -> LocalFuture<'a, Result<()>> {
-        ready(Err(Error::unsupported(format!(
-            "{} is a luks image, whose new bytes would have to be encrypted zeros: copy it into a qcow2 image with \
-             `vellum convert -O qcow2 -o encrypt.format=luks`, and resize that",
-            image.name()
-        ))))
+        Box::pin(async move {
+            let (payload, before) = to_resize(&**image).await?;
+            if size < before && !may_shrink {
+                return Err(Error::invalid(format!(
+                    "the disk has {before} bytes, and data beyond {size} would be lost: use --shrink"
+                )));
+            }
+            image.set_len(file_len(payload, size)?).await?;
+            image.flush().await // commit point: the length of the file is that of the disk
+        })
+    }
+
+    fn grow_with<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        size: u64,
+        growth: &'a Growth,
+    ) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move {
+            refuse_places(growth.reserve)?;
+            let (payload, before) = to_resize(&**image).await?;
+            let (old, new) = (file_len(payload, before)?, file_len(payload, size)?);
+            self.resize(image, size, false).await?;
+            let reserved = reserve(&**image, old, new, growth.reserve).await;
+            if reserved.is_err() {
+                // Nobody has written behind the old end.
+                image.set_len(old).await?;
+            }
+            reserved?;
+            image.flush().await
+        })
+    }
+
+    /// The length of a device cannot be set.
+    fn grow<'a>(&'a self, image: &'a SharedStorage, size: u64) -> LocalFuture<'a, Result<()>> {
+        match image.limits().fixed_len {
+            true => ready(Ok(())),
+            false => self.resize(image, size, false),
+        }
+    }
+
+    /// Whether a device has been extended to exactly the length that the disk needs.
+    fn may_grow<'a>(&'a self, image: &'a SharedStorage, size: u64) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move {
+            let (payload, _) = to_resize(&**image).await?;
+            let wanted = file_len(payload, size)?;
+            if !image.limits().fixed_len {
+                return Ok(());
+            }
+            match image.look_at_len().await? {
+                len if len == wanted => Ok(()),
+                len => Err(Error::new(
+                    ErrorKind::NoSpace,
+                    format!("{} is a device of {len} bytes, and the image needs {wanted}", image.name()),
+                )),
+            }
+        })
     }
 
     fn set_journal<'a>(

@@ -18,6 +18,7 @@
 mod area;
 mod change;
 mod ciphered;
+mod create;
 mod facts;
 mod format;
 mod guest_cipher;
@@ -29,6 +30,7 @@ pub use area::KeyArea;
 pub(crate) use area::{Unlock, refuse_weak, refuse_without_secret};
 pub use change::{KeyChange, KeysChanged, change_keys};
 pub(crate) use ciphered::{Ciphered, Unwritten};
+pub use create::{create, header_bytes};
 pub(crate) use facts::facts;
 pub(crate) use format::LuksFormat;
 pub(crate) use guest_cipher::{GuestCipher, OldCipher};

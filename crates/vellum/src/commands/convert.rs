@@ -14,7 +14,7 @@ use vellum_daemon::tier::medium_to_read;
 use vellum_daemon::{Encrypted, FormatKind, ImageOptions, IoMode, open_image, run as run_worker};
 
 use super::{Failure, Outcome, or_share, with_code};
-use crate::args::{AllowArgs, NewImage, OutputFormat, parse_format, parse_size};
+use crate::args::{AllowArgs, NO_KEY_SECRET, NewImage, OutputFormat, parse_format, parse_size};
 use crate::names::{Named, named};
 use crate::output::{complain, say_json, say_json_line};
 use crate::progress::{Progress, Wish};
@@ -35,7 +35,7 @@ pub(crate) struct Args {
     /// Format of the source: raw, qcow2, vellum, or one that is only read (vmdk, vdi, vpc, vhdx, qed, parallels, dmg, qcow). Default: detected from the file
     #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
     format: Option<FormatKind>,
-    /// Format of the target: raw, qcow2 or vellum
+    /// Format of the target: raw, qcow2, vellum or luks
     ///
     /// Default: taken from its name (.raw, .qcow2, .vlm), otherwise raw.
     #[arg(short = 'O', long, value_name = "FMT", value_parser = parse_format)]
@@ -240,9 +240,14 @@ async fn convert(args: &Args, sources: &[Named], target_is: Option<Encrypted>) -
         );
     }
     if backing.is_some() && !matches!(args.target_format(), FormatKind::Qcow2 | FormatKind::Native) {
-        return Err(
-            Error::invalid("-B: a raw disk has no backing image: use `-O qcow2` or `-O vellum`").into()
-        );
+        return Err(Error::invalid(format!(
+            "-B: a {} disk has no backing image: use `-O qcow2` or `-O vellum`",
+            args.target_format()
+        ))
+        .into());
+    }
+    if args.target_format() == FormatKind::Luks && !args.no_create && new.key_secret().is_none() {
+        return Err(Error::invalid(NO_KEY_SECRET).into());
     }
     if let Some(source) = args.sources.iter().find(|source| same_file(source, &args.target)) {
         return Err(Error::invalid(format!("{} cannot be converted into itself", source.display())).into());

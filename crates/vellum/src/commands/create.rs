@@ -12,7 +12,7 @@ use vellum_daemon::template::ListUse;
 use vellum_daemon::tier::{self, FastFor};
 use vellum_daemon::{
     Compression, CreateTarget, FormatKind, ImageOptions, IoMode, Layout, NativeImage, Preallocation,
-    Qcow2Options, create_native, create_qcow2, create_raw, no_new_luks, run as run_worker,
+    Qcow2Options, create_luks, create_native, create_qcow2, create_raw, run as run_worker,
 };
 
 use super::Outcome;
@@ -28,7 +28,7 @@ use crate::spoken::is_qemu_command;
 /// A clone stores only what differs from its backing image.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Format of the new image: raw, qcow2 or vellum
+    /// Format of the new image: raw, qcow2, vellum or luks
     ///
     /// Default: taken from the file name (.raw, .qcow2, .vlm), otherwise qcow2 with -b and raw without.
     #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
@@ -244,8 +244,8 @@ pub(super) fn text_of_name(name: OsString) -> Result<String> {
 }
 
 async fn make(format: FormatKind, target: &CreateTarget, new: &NewImage) -> Result<Made> {
-    if format == FormatKind::Raw && target.backing.is_some() {
-        return Err(Error::invalid("a raw image cannot have a backing image: use `-f qcow2`"));
+    if matches!(format, FormatKind::Raw | FormatKind::Luks) && target.backing.is_some() {
+        return Err(Error::invalid(format!("a {format} image cannot have a backing image: use `-f qcow2`")));
     }
     new.suits(format, "-f")?;
     match format {
@@ -258,7 +258,12 @@ async fn make(format: FormatKind, target: &CreateTarget, new: &NewImage) -> Resu
             let made = create_native(target, new.with_keys(&target.secrets)?.1).await?;
             Ok(Made { native: Some(made.clone()), ..Made::of(made.size) })
         }
-        FormatKind::Luks => Err(no_new_luks(&target.path)),
+        FormatKind::Luks => {
+            let size = target.disk_size().await?;
+            let keys = new.with_keys(&target.secrets)?.0.encryption;
+            let size = create_luks(&target.path, size, keys.as_deref(), new.qcow2.preallocation).await?;
+            Ok(Made::of(size))
+        }
         FormatKind::Raw => {
             let size = BlockSize::SECTOR.round_up(target.disk_size().await?);
             create_raw(&target.path, size, new.qcow2.preallocation).await?;
@@ -305,8 +310,9 @@ fn formatting(
 ) -> String {
     let options = &new.qcow2;
     let mut line = format!("Formatting '{}', fmt={format}", name.display());
-    if format == FormatKind::Raw {
+    if matches!(format, FormatKind::Raw | FormatKind::Luks) {
         line += &format!(" size={size}");
+        line += &new.luks_text();
         if options.preallocation != Preallocation::Off {
             line += &format!(" preallocation={}", preallocation(options.preallocation));
         }

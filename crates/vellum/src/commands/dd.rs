@@ -113,6 +113,11 @@ async fn copy(args: &Args, operands: &Operands) -> Result<(), Failure> {
     let named = named(&operands.source, args.format, args.image_opts)?;
     let (source, target) = (&named.path, &place(&operands.target)?);
     args.target_format.check_is_written()?;
+    if args.target_format == FormatKind::Luks {
+        let why = "-O luks: a luks image needs a secret, and dd has no option that names one: use `vellum convert -O luks \
+                   -o key-secret=ID`";
+        return Err(Error::unsupported(why).into());
+    }
     if same_file(source, target) {
         return Err(Error::invalid(format!("{} cannot be copied into itself", source.display())).into());
     }

@@ -21,7 +21,7 @@ use crate::spoken::is_qemu_command;
 pub(crate) struct Args {
     #[command(flatten)]
     read: ReadArgs,
-    /// Format of the new image: raw, qcow2 or vellum
+    /// Format of the new image: raw, qcow2, vellum or luks
     #[arg(short = 'O', long, value_name = "FMT", value_parser = parse_format, default_value = "raw")]
     target_format: FormatKind,
     /// Format options of the new image; `vellum create -o help` lists them
@@ -56,11 +56,16 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let new = NewImage::parse(&args.options)?;
     new.suits(args.target_format, "-O")?;
     let secrets = args.read.secrets.read()?;
-    let (qcow2, native) = new.with_keys_to_measure(&secrets)?;
+    // How long a luks header is depends on no secret.
+    let (qcow2, native) = match args.target_format {
+        FormatKind::Luks => Default::default(),
+        _ => new.with_keys_to_measure(&secrets)?,
+    };
     let format = match args.target_format {
         FormatKind::Raw => MeasuredFormat::Raw,
         FormatKind::Qcow2 => MeasuredFormat::Qcow2(Box::new(qcow2)),
         FormatKind::Native => MeasuredFormat::Native(native),
+        FormatKind::Luks => MeasuredFormat::Luks(new.luks_header_bytes()),
         format => {
             return Err(Error::unsupported(format!("-O {format}: images of this format are not made")).into());
         }

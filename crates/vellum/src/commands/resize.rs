@@ -19,7 +19,7 @@ use crate::secrets::SecretArgs;
 
 /// Grow the disk of an image, or shrink it with --shrink
 ///
-/// New space reads as zero. If a server has the image open, give its control socket with --control PATH
+/// New space reads as zero, but that of a luks image as random bytes until it is written. If a server has the image open, give its control socket with --control PATH
 /// instead of the image. A served disk can only grow. Virtual machines and FUSE files see the new size at once, NBD
 /// clients when they reconnect.
 #[derive(clap::Args)]
@@ -27,7 +27,7 @@ use crate::secrets::SecretArgs;
     override_usage = "vellum resize [OPTIONS] FILE SIZE\n       vellum resize [OPTIONS] --control PATH SIZE"
 )]
 pub(crate) struct Args {
-    /// Format of the image: raw, qcow2 or vellum; required for raw
+    /// Format of the image: raw, qcow2, vellum or luks; required for raw
     ///
     /// Default: detected. A raw disk is resized only with -f raw, because any file could be taken for one.
     #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
@@ -35,7 +35,7 @@ pub(crate) struct Args {
     /// Allow shrinking; data beyond the new end is lost
     #[arg(long)]
     shrink: bool,
-    /// Space for what is added: off, metadata (qcow2), falloc, full (qcow2 and raw)
+    /// Space for what is added: off, metadata (qcow2), falloc, full (qcow2, raw and luks)
     ///
     /// metadata gives it places in the image, falloc reserves space of the host as well, full writes zeros there.
     #[arg(long, value_name = "HOW", value_parser = parse_preallocation, default_value = "off", conflicts_with = "control")]

@@ -86,7 +86,7 @@ fn help() -> String {
         text.push_str(&format!("  {}{state}\n", command.name));
     }
     text.push_str(
-        "\nSupported formats: raw qcow2 vellum; read: luks vmdk vdi vpc vhdx qed parallels dmg qcow",
+        "\nSupported formats: raw qcow2 vellum luks; read: vmdk vdi vpc vhdx qed parallels dmg qcow",
     );
     text
 }

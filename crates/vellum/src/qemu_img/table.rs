@@ -308,7 +308,7 @@ pub(crate) static COMMANDS: &[Command] = &[
         name: "create",
         ours: "create",
         usage: "[OPTIONS] FILE [SIZE]",
-        note: "raw, qcow2 and vellum; other formats, luks among them, are refused (exit code 1), and a command that fails does not print its \
+        note: "raw, qcow2, luks and vellum; other formats are refused (exit code 1), and a command that fails does not print its \
                `Formatting` line before",
         has_sizes: false,
         own: &[
@@ -324,7 +324,7 @@ pub(crate) static COMMANDS: &[Command] = &[
         name: "dd",
         ours: "dd",
         usage: "[OPTIONS] if=FILE of=FILE [bs=SIZE] [count=N] [skip=N]",
-        note: "`count` blocks are copied after those that are skipped, as by QEMU from 10.1 on",
+        note: "`count` blocks are copied after those that are skipped, as by QEMU from 10.1 on; `-O luks` is refused, as there is no option for its secret",
         has_sizes: false,
         own: &[with(Some('O'), "output-format", Same("--target-format"), "")],
         common: &[&FORMAT, &IMAGE_OPTS, &SHARE, &OBJECT],

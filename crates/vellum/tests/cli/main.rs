@@ -56,6 +56,7 @@ mod foreign;
 mod layout;
 mod locks;
 mod lost;
+mod luks_volumes;
 mod making;
 mod meant;
 mod named;

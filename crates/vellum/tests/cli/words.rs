@@ -104,7 +104,7 @@ fn a_name_says_the_format_of_a_new_image() {
 #[test]
 fn options_are_listed_under_the_format_that_has_them() {
     let all = vellum(&["create", "-o", "help"]).answer();
-    assert_eq!(all.matches("Options of").count(), 3);
+    assert_eq!(all.matches("Options of").count(), 4);
     for (arguments, has, has_not) in [
         (&["create", "-f", "raw", "-o", "help"][..], "preallocation", "cluster_size"),
         (&["create", "-f", "qcow2", "-o", "help"], "cluster_size", "layout"),

@@ -232,7 +232,20 @@ pub async fn resize(
         ));
     }
     if size <= before || longer.is_none() && reserve == Reserve::Nothing && options.secrets.is_empty() {
-        format.resize(&storage, size, options.may_shrink).await?;
+        if let Err(error) = format.resize(&storage, size, options.may_shrink).await {
+            // Past its commit point, the disk has its new size.
+            let is_past = match format.read(&*storage).await {
+                Ok(head) => size != before && head.size() == size,
+                Err(_) => false,
+            };
+            let context = || {
+                let name = path.display();
+                format!(
+                    "the disk of {name} has {size} bytes now; `vellum recover {name}` finishes the change"
+                )
+            };
+            return Err(if is_past { error.context(context()) } else { error });
+        }
         return Ok((before, size));
     }
     if block.is_some_and(|block| !before.is_multiple_of(block.bytes())) {

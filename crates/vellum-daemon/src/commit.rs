@@ -145,9 +145,20 @@ pub async fn commit(
     for chain in &layers {
         chain.close().await?;
     }
-    let bytes_written = copied.and_then(|bytes| closed.map(|()| bytes))?;
+    let bytes_written = copied.and_then(|bytes| closed.map(|()| bytes)).context(|| left_by_failure(&plan))?;
     let between = plan.between();
     Ok(Committed { base: plan.base, between, bytes_written, is_less_protected })
+}
+
+/// What a commit that has failed, or was stopped, leaves: the image on top reads as before, over a base that has a part of it.
+fn left_by_failure(plan: &Plan) -> String {
+    let (top, base) = (plan.layers[0].path.display(), plan.base.display());
+    match plan.format {
+        FormatKind::Raw => format!("{top} reads as before; the same command goes on"),
+        _ => format!(
+            "{top} reads as before; the same command goes on, and `vellum recover {base}` closes {base}"
+        ),
+    }
 }
 
 /// Stopping is safe at any time.

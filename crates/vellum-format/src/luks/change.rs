@@ -2,14 +2,15 @@
 //!
 //! ```text
 //!   add      material ─ flush ─► second sector of the header ─ flush ─► first sector ─ flush: commit point
-//!   remove   second sector ─ flush ─► first ─ flush: commit point ─► material overwritten with random bytes ─ flush
+//!   remove   sector with the slot's state ─ flush: commit point ─► the other ─ flush ─► material overwritten with random bytes ─ flush
 //! ```
 //!
 //! The header has 592 bytes and so lies in two sectors, of which a crash may leave either. The slot's state is in the
 //! first for the slots 0 to 6, and in the second for slot 7, which lies there as a whole.
 //!
-//! 1. A slot that is marked as in use has its material. Slot 6 has the end of its salt in the second sector, which is
-//!    written before its state.
+//! 1. A slot that is marked as in use has its material and its salt, and so opens: otherwise it would pass for the key that is
+//!    left, and the last one that opens could be removed. Slot 6 has the end of its salt in the second sector, which is written
+//!    before the state of a slot that is added, and after that of one that is removed.
 //! 2. A removed slot's material is destroyed only once the slot is durably marked as empty. A crash or an error in between leaves
 //!    material without its salt; to remove an empty slot overwrites what is in its place.
 //! 3. At each moment at least one slot holds the key: a crash cannot lose it. What would remove the last one changes
@@ -102,7 +103,7 @@ async fn change_inner(
             let (key, _) = area.open(&header, image, &unlock).await?;
             let material = header.fill_slot(slot, &key, secret, *iterations, chance)?;
             write_material(area, image, &header, slot, &material).await?;
-            write_header(area, image, &header).await.context(|| {
+            write_header(area, image, &header, SECOND_FIRST).await.context(|| {
                 format!(
                     "the new key may be in slot {slot} now, or may not (`vellum key list` shows the slots): if it is, do not add \
                      it again, or remove it with `vellum key remove --slot {slot}`"
@@ -165,7 +166,8 @@ async fn remove(
     chance: &mut Chance<'_>,
 ) -> Result<()> {
     header.clear_slot(slot)?;
-    write_header(area, image, header).await.context(|| {
+    let order = if slot == SLOTS - 1 { SECOND_FIRST } else { FIRST_FIRST };
+    write_header(area, image, header, order).await.context(|| {
         format!(
             "the key in slot {slot} may be gone, or may not (`vellum key list` shows the slots): repeat it with `vellum key remove \
              --slot {slot}`"
@@ -211,13 +213,24 @@ async fn write_material(
     image.flush().await
 }
 
-/// Writes the header, its second sector first. The last flush is the commit point.
-async fn write_header(area: KeyArea, image: &SharedStorage, header: &Header) -> Result<()> {
+/// The orders in which the sectors of the header are written.
+const SECOND_FIRST: [usize; 2] = [1, 0];
+const FIRST_FIRST: [usize; 2] = [0, 1];
+
+/// Writes the sectors of the header, each with a flush. What holds the state of the slot is the commit point.
+async fn write_header(
+    area: KeyArea,
+    image: &SharedStorage,
+    header: &Header,
+    order: [usize; 2],
+) -> Result<()> {
     let bytes = header.encode();
-    let (first, second) = bytes.split_at(SECTOR);
     let start: ImageOffset = area.span.start();
-    image.write(start + SECTOR as u64, Buffer::copy_of(second)).await?;
-    image.flush().await?;
-    image.write(start, Buffer::copy_of(first)).await?;
-    image.flush().await // commit point
+    for sector in order {
+        let at = sector * SECTOR;
+        let part = &bytes[at..bytes.len().min(at + SECTOR)];
+        image.write(start + at as u64, Buffer::copy_of(part)).await?;
+        image.flush().await?;
+    }
+    Ok(())
 }

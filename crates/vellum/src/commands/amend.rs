@@ -4,13 +4,13 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use vellum_core::{Error, Result};
-use vellum_daemon::closed::amend;
-use vellum_daemon::keys::{KeyWish, change};
+use vellum_core::{BlockSize, Error, Result};
+use vellum_daemon::closed::{ResizeOptions, amend, resize};
+use vellum_daemon::keys::{KeyWish, change, named};
 use vellum_daemon::{Amend, FormatKind, IoMode, run as run_worker};
 
 use super::Outcome;
-use crate::args::parse_format;
+use crate::args::{parse_format, parse_size};
 use crate::key_values::split_options;
 use crate::output::say;
 use crate::protocol::image_name;
@@ -25,7 +25,8 @@ const HELP: &str = "Amend options for 'qcow2':
   encrypt.old-secret=<str> - Secret whose keys are removed (state=inactive)
   encrypt.state=<str>    - Add a key (active) or remove keys (inactive)
   lazy_refcounts=<bool (on/off)> - Postpone refcount updates
-  refcount_bits=<num>    - Width of a reference count entry in bits";
+  refcount_bits=<num>    - Width of a reference count entry in bits
+  size=<size>            - Size of the disk";
 
 /// The same of a LUKS volume.
 const HELP_LUKS: &str = "Amend options for 'luks':
@@ -47,11 +48,11 @@ const KEY_TIME: Duration = Duration::from_secs(2);
 /// changes, and the same command can be run again. The image must not be in use.
 ///
 /// `vellum key` changes keys, too, and lists them: encrypt.state=active adds the key of encrypt.new-secret, inactive removes that of
-/// encrypt.old-secret or of encrypt.keyslot. Other options of `qemu-img amend` are commands of their own: `vellum resize` for the size,
-/// `vellum rebase` for the backing image.
+/// encrypt.old-secret or of encrypt.keyslot. size makes the disk larger, as `vellum resize` does, which can also
+/// make it smaller. For the backing image there is `vellum rebase`.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Options: compat=0.10|1.1, lazy_refcounts=on|off, refcount_bits=1|2|4|8|16|32|64; encrypt.state=active|inactive,
+    /// Options: compat=0.10|1.1, lazy_refcounts=on|off, refcount_bits=1|2|4|8|16|32|64, size=SIZE; encrypt.state=active|inactive,
     /// encrypt.new-secret=ID, encrypt.old-secret=ID, encrypt.keyslot=N, encrypt.iter-time=MS
     #[arg(short, long, value_name = "OPTIONS", required = true)]
     options: Vec<String>,
@@ -70,20 +71,51 @@ pub(crate) fn run(args: &Args) -> Outcome {
         say(if args.format == Some(FormatKind::Luks) { HELP_LUKS } else { HELP });
         return Ok(ExitCode::SUCCESS);
     }
-    let (wish, keys) = wish(&args.options)?;
+    let Wishes { image: wish, keys, size } = wishes(&args.options)?;
     let file = args.file.as_ref().ok_or_else(|| Error::invalid("give the name of the image"))?;
     let keys = keys.wish()?;
     let secrets = args.secrets.read()?;
+    if let Some(KeyWish::Add { secret, .. } | KeyWish::RemoveSecret { secret }) = &keys {
+        named(&secrets, secret)?; // before anything changes
+    }
     run_worker(IoMode::Auto, async || {
+        let mut done = Vec::new();
         if wish != Amend::default() {
             amend(file, args.format, &wish).await?;
+            done.push("the options of the image");
         }
-        match &keys {
-            Some(keys) => change(file, args.format, &secrets, keys).await.map(drop),
-            None => Ok(()),
+        if let Some(size) = size {
+            let options =
+                ResizeOptions { format: args.format, secrets: secrets.clone(), ..ResizeOptions::default() };
+            resize(file, &options, |before| not_smaller(before, size))
+                .await
+                .map_err(|error| after(&done, error))?;
+            done.push("the size");
         }
+        if let Some(keys) = &keys {
+            change(file, args.format, &secrets, keys).await.map_err(|error| after(&done, error))?;
+        }
+        Ok::<_, Error>(())
     })??;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Amending loses no data.
+fn not_smaller(before: u64, size: u64) -> Result<u64> {
+    if size < before {
+        return Err(Error::invalid(format!(
+            "-o size={size}: the disk has {before} bytes, and what is behind the new end would be lost: use `vellum resize --shrink`"
+        )));
+    }
+    Ok(size)
+}
+
+/// The error of a step, with those that were done before it.
+fn after(done: &[&str], error: Error) -> Error {
+    match done {
+        [] => error,
+        done => error.context(format!("{} did change; then", done.join(" and "))),
+    }
 }
 
 /// What is said of the keys. QEMU's names: with `encrypt.` before them for qcow2, without for LUKS.
@@ -154,8 +186,17 @@ impl KeyOptions {
     }
 }
 
-fn wish(options: &[String]) -> Result<(Amend, KeyOptions)> {
-    let (mut wish, mut keys) = (Amend::default(), KeyOptions::default());
+/// All that is to change, in the order in which it does.
+#[derive(Default)]
+struct Wishes {
+    image: Amend,
+    size: Option<u64>,
+    keys: KeyOptions,
+}
+
+fn wishes(options: &[String]) -> Result<Wishes> {
+    let mut wishes = Wishes::default();
+    let Wishes { image: wish, size, keys } = &mut wishes;
     for (key, value) in split_options(options)? {
         let bad = |allowed: &str| Error::invalid(format!("-o {key}={value}: expected {allowed}"));
         let elsewhere = |command: &str| {
@@ -179,7 +220,7 @@ fn wish(options: &[String]) -> Result<(Amend, KeyOptions)> {
             "refcount_bits" => {
                 wish.refcount_bits = Some(value.parse().map_err(|_| bad("1, 2, 4, 8, 16, 32, 64"))?);
             }
-            "size" => return elsewhere("resize"),
+            "size" => *size = Some(BlockSize::SECTOR.round_up(parse_size(&value)?)),
             "backing_file" | "backing_fmt" => return elsewhere("rebase"),
             "journal" | "journal_size" => return elsewhere("journal"),
             key if keys.take(key, &value)? => {}
@@ -190,5 +231,5 @@ fn wish(options: &[String]) -> Result<(Amend, KeyOptions)> {
             }
         }
     }
-    Ok((wish, keys))
+    Ok(wishes)
 }

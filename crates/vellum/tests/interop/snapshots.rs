@@ -261,7 +261,8 @@ fn an_image_is_amended_in_place() {
     for (options, word) in [
         ("compat=0.10,lazy_refcounts=on", "compat=1.1"),
         ("refcount_bits=1", "count to 1"),
-        ("size=2M", "vellum resize"),
+        ("size=1k", "--shrink"),
+        ("lazy_refcounts=on,encrypt.state=inactive,encrypt.old-secret=nope", "no secret named"),
         ("backing_file=x", "vellum rebase"),
         ("encrypt.state=active", "encrypt.new-secret=ID"),
         ("cluster_size=64k", "vellum convert"),
@@ -269,6 +270,13 @@ fn an_image_is_amended_in_place() {
         let ran = vellum(&["amend", "-o", options, &image]);
         assert!(ran.code == 1 && ran.err.contains(word), "{options}: {ran:?}");
     }
+    assert_eq!(facts("lazy-refcounts"), serde_json::json!(false), "what was refused changed nothing");
+    let larger = (SIZE as u64 + 1000).next_multiple_of(512);
+    vellum(&["amend", "-o", &format!("size={}", SIZE + 1000), &image]).answer();
+    let size = run("qemu-img", &["info", "--output=json", &image]).json()["virtual-size"].as_u64();
+    assert_eq!(size, Some(larger));
+    let ran = vellum(&["amend", "-o", "lazy_refcounts=on,encrypt.state=inactive,encrypt.keyslot=1", &image]);
+    assert!(ran.code == 1 && ran.err.contains("the options of the image did change; then"), "{ran:?}");
     succeed("qemu-img", &["check", &image]);
 }
 

@@ -3,7 +3,7 @@
 use vellum_core::{ImageOffset, Result};
 
 use super::super::geometry::Region;
-use super::{Change, Walk};
+use super::{CUT_OFF, Change, Walk};
 
 impl Walk<'_> {
     /// Bits past the end of the base.
@@ -67,10 +67,7 @@ impl Walk<'_> {
                 first = 1;
                 if bytes[0] & !kept != 0 {
                     self.error(|| {
-                        format!(
-                            "{}: {what} past the end of the base are set (`vellum check -r all` clears them)",
-                            region.name()
-                        )
+                        format!("{}: {what} past the end of the base are set: {CUT_OFF}", region.name())
                     });
                     self.fix(false, Change::Byte(place, bytes[0] & kept));
                 }
@@ -79,7 +76,7 @@ impl Walk<'_> {
                 let rest: ImageOffset = place + first as u64;
                 self.error_to_zero(rest.span((bytes.len() - first) as u64), || {
                     format!(
-                        "{}: {what} past the end of the base are set, at {:#x}",
+                        "{}: {what} past the end of the base are set, at {:#x}: {CUT_OFF}",
                         region.name(),
                         rest.bytes()
                     )

@@ -44,6 +44,8 @@ const PIECE: BlockSize = BlockSize::from_shift(18);
 const LINES_MAX: u64 = 1000;
 /// At most this many repairs are made in one run.
 const FIXES_MAX: usize = 1 << 16;
+/// What leaves entries, bits or masks behind the end, and who clears them.
+const CUT_OFF: &str = "what a shrink that was cut off leaves, and `vellum recover` clears";
 
 /// Checks an image, and repairs it on request. `say` gets a line for each finding: what, where, and what to
 /// do.

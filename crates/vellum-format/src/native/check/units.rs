@@ -4,8 +4,8 @@ use vellum_core::{ImageOffset, ImageSpan, Result};
 
 use super::super::geometry::{PARTIALS, Region, SUB_BLOCK};
 use super::super::open::may_be_embedded;
-use super::Walk;
 use super::packed::Named;
+use super::{CUT_OFF, Walk};
 use crate::bytes::{be32, be64};
 
 /// All names of units, with their purpose: the unit of the disk, [`MAP`] or [`PART`].
@@ -77,7 +77,10 @@ impl Walk<'_> {
             if outside.iter().any(|byte| *byte != 0) {
                 let from: ImageOffset = place + inside.len() as u64;
                 self.error_to_zero(from.span(outside.len() as u64), || {
-                    format!("table: entries past the end of the disk are not 0, at {:#x}", from.bytes())
+                    format!(
+                        "table: entries past the end of the disk are not 0, at {:#x}: {CUT_OFF}",
+                        from.bytes()
+                    )
                 });
             }
             for (index, entry) in (first..).zip(inside.chunks_exact(4).map(|entry| be32(entry, 0))) {

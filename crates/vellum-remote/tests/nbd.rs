@@ -8,8 +8,9 @@ use std::time::Duration;
 
 use vellum_core::contract::{StorageFixture, storage};
 use vellum_core::{
-    Buffer, ByteStream, Error, ErrorKind, GuestOffset, ImageOffset, LocalFuture, MemoryDisk, MemoryStorage,
-    Result, SharedDisk, SharedStorage, Storage as _, WriteFlags, join_all,
+    Buffer, ByteStream, Disk, Error, ErrorKind, Extent, Geometry, GuestOffset, GuestSpan, ImageOffset,
+    LocalFuture, MemoryDisk, MemoryStorage, Result, SharedDisk, SharedStorage, Storage as _, WriteFlags,
+    ZeroFlags, join_all,
 };
 use vellum_export::Shutdown;
 use vellum_export::nbd::{Export, Exports, SessionLimits, serve_connection};
@@ -235,6 +236,62 @@ fn a_read_fails_after_the_stated_time_and_not_before() {
         server.is_away.set(false);
         world.sleep(Duration::from_secs(10)).await;
         read(&storage, 0, 512).await.unwrap();
+    });
+}
+
+/// A disk that answers no read.
+struct Silent(SharedDisk);
+
+impl Disk for Silent {
+    fn geometry(&self) -> Geometry {
+        self.0.geometry()
+    }
+
+    fn read(&self, _: GuestOffset, _: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+        Box::pin(std::future::pending())
+    }
+
+    fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
+        self.0.write(at, data, flags)
+    }
+
+    fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        self.0.flush()
+    }
+
+    fn write_zeroes(&self, span: GuestSpan, flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
+        self.0.write_zeroes(span, flags)
+    }
+
+    fn discard(&self, span: GuestSpan, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
+        self.0.discard(span, flags)
+    }
+
+    fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
+        self.0.map(span)
+    }
+
+    fn close(&self) -> LocalFuture<'_, Result<()>> {
+        self.0.close()
+    }
+}
+
+/// A handshake is no answer: the time of a read goes on over connections that bring nothing else.
+#[test]
+fn a_read_fails_also_where_the_server_greets_and_never_answers() {
+    let world = Rc::new(World::new(5));
+    let server = Server::new(&world, StreamOptions::default());
+    world.run(async {
+        server.serve(&(Arc::new(Silent(MemoryDisk::new(1 << 20))) as SharedDisk));
+        let ClientOptions { patience, stall, .. } = ClientOptions::default();
+        let storage = open(&server, ClientOptions::default()).await.unwrap();
+        let begun = world.now();
+        let error = read(&storage, 0, 512).await.unwrap_err();
+        let took = world.now() - begun;
+        assert_eq!(error.kind(), ErrorKind::Io);
+        assert!(error.chain().contains("not answered in 90 seconds"), "{}", error.chain());
+        assert!(took >= patience && took < patience + 3 * stall, "{took:?}");
+        assert!(server.connections.get() > 2, "{}", server.connections.get());
     });
 }
 

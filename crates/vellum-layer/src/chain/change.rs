@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use vellum_core::pin::Pin;
 use vellum_core::{Context, Error, ErrorKind, Result, SharedStorage};
-use vellum_format::image::ClosedSnapshots;
+use vellum_format::image::{ClosedSnapshots, Growth};
 
 use crate::hydrate::is_whole;
 
@@ -123,7 +123,15 @@ impl Chain {
         format.may_grow(&top.storage, size).await?;
         self.close_top().await?;
         let top = &self.top;
-        let grown = format.grow(&top.storage, size).await;
+        let grown = match top.head.is_encrypted() {
+            // What its last cluster has behind the old end may have to become zero.
+            true => {
+                let (secrets, offload) = (self.options.secrets.clone(), self.options.offload.clone());
+                let growth = Growth { secrets, offload, ..Growth::default() };
+                format.grow_with(&top.storage, size, &growth).await
+            }
+            false => format.grow(&top.storage, size).await,
+        };
         self.open_top_again().await?;
         grown.map(|()| before)
     }

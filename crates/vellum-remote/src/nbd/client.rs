@@ -123,14 +123,14 @@ impl Client {
         let mut wait = BACKOFF.0;
         let mut facts: Option<ExportFacts> = None;
         loop {
-            let mut heard = 0;
-            match self.one(dial, clock, &mut facts, &mut heard).await {
+            let mut answered = 0;
+            match self.one(dial, clock, &mut facts, &mut answered).await {
                 Ok(()) => return,
                 // Nobody has the storage yet: the first error is the answer.
                 Err(_) if facts.is_none() => return,
                 Err(_) => {}
             }
-            if heard > 0 {
+            if answered > 0 {
                 wait = BACKOFF.0;
             }
             let closed = async {
@@ -157,7 +157,7 @@ impl Client {
         dial: &dyn Dial,
         clock: &dyn Clock,
         facts: &mut Option<ExportFacts>,
-        heard: &mut u64,
+        answered: &mut u64,
     ) -> Result<()> {
         let limit = self.options.connect;
         let connected = within(clock, limit, "can't connect", dial.dial()).await;
@@ -194,7 +194,7 @@ impl Client {
         let receive = async { session.receive(&mut intake).await.map(|never| match never {}) };
         let watch = async { Err(until_stalled(&session, clock, self.options.stall).await) };
         let ended = or(or(send, receive), watch).await;
-        *heard = session.heard.get();
+        *answered = session.answered.get();
         stream.shutdown();
         let unanswered = session.into_left();
         if let Err(error) = &ended {

@@ -10,7 +10,9 @@
 //! 2. Only what changes nothing is held over a lost connection. A change that was sent and not answered may still be
 //!    carried out by the old connection's server, also after later changes: it is never sent again. The storage
 //!    then counts as poisoned, as it does when answered changes were not flushed.
-//! 3. Nothing here waits, and the lock is held for nanoseconds.
+//! 3. A request is held since the first connection that was lost under it, until it is answered: a handshake is no answer, and a server
+//!    that goes no further would hold it for ever.
+//! 4. Nothing here waits, and the lock is held for nanoseconds.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -52,7 +54,7 @@ pub(super) enum Answer {
 /// A request, with the place where its answer goes.
 pub(super) struct Job {
     pub(super) ask: Ask,
-    /// Since when it has been held, because there is no connection.
+    /// Since when it has been held: since there was no connection, or one was lost before it was answered.
     pub(super) held_since: Option<Duration>,
     /// For a flush: this many changes had been answered when it was sent.
     pub(super) covers: u64,
@@ -149,9 +151,7 @@ impl Desk {
 
     /// The connection is usable from now on.
     pub(super) fn up(&self) {
-        let mut state = lock(&self.state);
-        state.down = None;
-        state.queue.iter_mut().for_each(|job| job.held_since = None);
+        lock(&self.state).down = None;
     }
 
     /// The connection is gone, and these requests were on it, in the order in which they were sent.
@@ -165,8 +165,10 @@ impl Desk {
         for mut job in on_the_wire.into_iter().rev() {
             job.held_since.get_or_insert(now);
             let is_stopped = job.ask.is_change() || matches!(job.ask, Ask::Flush);
+            let is_long = job.held_since.is_some_and(|since| since + self.patience <= now);
             match state.poisoned.clone().filter(|_| is_stopped) {
                 Some(error) => lost.push((job, error)),
+                None if is_long => lost.push((job, self.unanswered(why))),
                 None => state.queue.push_front(job),
             }
         }
@@ -189,12 +191,24 @@ impl Desk {
             }
         }
         drop(state);
-        let error = why.with_kind(ErrorKind::Io).context(format!(
-            "{}: the server has not been reachable for {} seconds",
+        let error = match is_long {
+            true => why.with_kind(ErrorKind::Io).context(format!(
+                "{}: the server has not been reachable for {} seconds",
+                self.name,
+                self.patience.as_secs()
+            )),
+            false => self.unanswered(&why),
+        };
+        expired.into_iter().for_each(|job| job.finish(Err(error.clone())));
+    }
+
+    /// The error of a request that was held for too long, though the server was there in between.
+    fn unanswered(&self, why: &Error) -> Error {
+        why.clone().with_kind(ErrorKind::Io).context(format!(
+            "{}: the server has not answered in {} seconds, and several connections",
             self.name,
             self.patience.as_secs()
-        ));
-        expired.into_iter().for_each(|job| job.finish(Err(error.clone())));
+        ))
     }
 
     /// The server has answered this request.

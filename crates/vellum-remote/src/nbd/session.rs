@@ -92,11 +92,13 @@ pub(super) struct Session<'a> {
     pub(super) pending: RefCell<BTreeMap<u64, Sent>>,
     /// How many headers of replies and pieces of payload have come: the sign that the server is alive.
     pub(super) heard: Cell<u64>,
+    /// How many requests were answered.
+    pub(super) answered: Cell<u64>,
 }
 
 impl<'a> Session<'a> {
     pub(super) fn new(desk: &'a Desk, stream: &'a dyn ByteStream, facts: &'a ExportFacts) -> Self {
-        Self { desk, stream, facts, pending: RefCell::default(), heard: Cell::new(0) }
+        Self { desk, stream, facts, pending: RefCell::default(), heard: Cell::new(0), answered: Cell::new(0) }
     }
 
     /// The requests that were not answered, in the order in which they were sent.
@@ -166,7 +168,8 @@ impl<'a> Session<'a> {
         let len = intake.word().await?;
         self.with(cookie, |_| Ok(()))?;
         match kind {
-            chunk::NONE if len == 0 => {}
+            // The specification asks for it; without end they would look like life.
+            chunk::NONE if len == 0 && flags & chunk::FLAG_DONE != 0 => {}
             chunk::OFFSET_DATA if len >= 8 => {
                 let at = intake.long().await?;
                 self.take_bytes(intake, cookie, at, len - 8).await?;
@@ -278,6 +281,7 @@ impl<'a> Session<'a> {
             (None, Ask::Status { .. }) => Ok(Answer::Runs(sent.runs.unwrap_or_default())),
             (None, _) => Ok(Answer::Done),
         };
+        self.answered.set(self.answered.get() + 1);
         self.desk.answer(sent.job, answer);
         Ok(())
     }

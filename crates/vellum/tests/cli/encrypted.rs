@@ -381,6 +381,18 @@ fn an_encrypted_disk_grows_from_an_end_within_a_cluster() {
         vellum(&["check", &image]).answer();
         std::fs::remove_file(&image).expect("it is there");
     }
+    // A served disk: its server has the secret.
+    let (image, control) = (dir.text("served.qcow2"), dir.text("control"));
+    vellum(&["convert", "-q", "-O", "qcow2", &option, &spec, "-o", on, &raw, &image]).answer();
+    vellum(&["resize", "-q", "--shrink", &image, &END.to_string()]).answer();
+    let served = Server::start(&[&option, &spec, "--control", &control, &image]);
+    vellum(&["resize", "-q", "--control", &control, "1M"]).answer();
+    served.stop();
+    let disk = reads(&image, &[]);
+    assert!(
+        disk[..END] == content[..END] && disk[END..].iter().all(|byte| *byte == 0),
+        "grown while it is served"
+    );
     // A disk that has nothing in that cluster.
     let image = dir.text("empty.qcow2");
     let size = END.to_string();

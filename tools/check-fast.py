@@ -36,11 +36,16 @@ class Medium:
         if len(good) == 1 or pages[0] != pages[1]:
             self.lines.append("the two superblocks are not equal, or one is damaged")
         version, features, self.id, self.slots = struct.unpack_from(">IQ16sI", good[0], 12)
-        need(version == 1 and features == 0, "its version or features are not known")
-        need(self.id != bytes(16) and 1 <= self.slots <= 1 << 28 and not any(good[0][44:]), "an impossible superblock")
+        need(version == 1 and features in (0, 1), "its version or features are not known")
+        cut_at = struct.unpack_from(">Q", good[0], 44)[0]
+        need(features or not cut_at, "an impossible superblock")
+        need(self.id != bytes(16) and 1 <= self.slots <= 1 << 28 and not any(good[0][52:]), "an impossible superblock")
         entries = ENTRY * self.slots
         self.slots_at = -(-(ENTRIES_AT + entries) // SLOT) * SLOT
-        need(self.file.size >= self.slots_at + SLOT * self.slots, "the medium was cut off")
+        end = self.slots_at + SLOT * self.slots
+        end = min(end, cut_at) if features else end
+        need(self.slots_at <= end <= self.file.size, "the medium was cut off")
+        whole = (end - self.slots_at) // SLOT
         self.rows = [self.row(number) for number in range(ROWS)]
         ids = [row["uuid"] for row in self.rows if row]
         if len(set(ids)) < len(ids):
@@ -49,7 +54,7 @@ class Medium:
         for at, data in self.file.data(ENTRIES_AT, ENTRIES_AT + -(-entries // PAGE) * PAGE):
             for within in range(0, len(data), ENTRY):
                 slot = (at + within - ENTRIES_AT) // ENTRY
-                if slot < self.slots:
+                if slot < whole:
                     self.entry(slot, data[within:within + ENTRY])
 
     @staticmethod

@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use vellum_core::{Context, Error, ErrorKind, GuestOffset, GuestSpan, Random, Result, SharedStorage};
 use vellum_format::fast::{
     Demoted, FastId, FastMedium, Moved, NamedFast, NewRow, Promoted, Promotion, Reason, RowFacts, TierFacts,
-    Tiers, create,
+    Tiers, create, note_cut,
 };
 use vellum_io::{File, OpenOptions};
 use vellum_layer::Chain;
@@ -225,6 +225,18 @@ async fn open_on(storage: SharedStorage) -> Result<Arc<FastMedium>> {
 /// `Locked` while another program has it, `Invalid` when it is none, and the errors of the storage.
 pub async fn open_medium(path: &Path) -> Result<Arc<FastMedium>> {
     open_on(open_storage(path).await?).await.context(context(path))
+}
+
+/// As above, to bring back what is there. A medium that was cut off says so from then on.
+async fn medium_to_bring_back(path: &Path) -> Result<Arc<FastMedium>> {
+    let storage = open_storage(path).await?;
+    if note_cut(&storage).await.context(context(path))? {
+        tracing::warn!(
+            "{} was cut off: what was behind its end stays lost, also if it is made longer again",
+            path.display()
+        );
+    }
+    open_on(storage).await.context(context(path))
 }
 
 /// What an image that is only read is opened with: its fast medium, or, to salvage, what is left of it. That may be nothing.
@@ -489,7 +501,7 @@ pub async fn demote(
     ranges: &Ranges,
     options: &ImageOptions,
 ) -> Result<DemotedUnits> {
-    let medium = open_medium(fast).await?;
+    let medium = medium_to_bring_back(fast).await?;
     // What its tables have lost is no reason to leave the rest there.
     let options = ImageOptions { fast: Some(medium), salvages: true, ..options.clone() };
     let chain = open_image(image, &options).await?;

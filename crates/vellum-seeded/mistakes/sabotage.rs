@@ -276,6 +276,10 @@ pub enum Bug {
     OverByZeros,
     /// The bit of a unit stays set when what only the fast medium had of it is replaced.
     OverUnderBit,
+    /// A medium that was cut off is believed again when it is longer.
+    CutForgotten,
+    /// Slots whose entries cannot be read, or that were cut off, are given out.
+    BlindIsFree,
     /// Programs without the medium do not look whether it is needed.
     MovedForgotten,
 }

@@ -34,6 +34,10 @@ pub(super) struct State {
     /// Rows that cannot be read, and entries that may be needed and cannot be read.
     pub(super) bad_rows: RoaringBitmap,
     pub(super) unreadable: HashMap<u32, [u8; ENTRY_LEN]>,
+    /// Rows that lie in sectors that cannot be read.
+    pub(super) blind_rows: RoaringBitmap,
+    /// Slots whose entries do, or which were cut off. Nothing is written there.
+    pub(super) blind: RoaringBitmap,
     /// The highest of all entries and rows.
     pub(super) sequence: u64,
     pub(super) random: Random,
@@ -63,7 +67,7 @@ impl State {
             let used = entry.filter(|one| newest.get(&(one.row, one.unit)) == Some(&one.sequence));
             match used {
                 Some(entry) => self.used[usize::from(entry.row)] += 1,
-                None if self.unreadable.contains_key(&slot) => {}
+                None if self.unreadable.contains_key(&slot) || self.blind.contains(slot) => {}
                 None => {
                     self.free.insert(slot);
                     if entry.is_some() {

@@ -11,7 +11,7 @@
 //!    The CRC of an entry covers the UUID in its row: an entry of another disk, which had the row before, is none.
 //! 3. The number of slots determines every place, and has to fit the storage.
 
-use vellum_core::{BlockSize, Error, ImageOffset, ImageSpan, Result};
+use vellum_core::{BlockSize, Error, ErrorKind, ImageOffset, ImageSpan, Result};
 
 use crate::bytes::{be16, be32, be64, put32, put64};
 use crate::session::SessionNumber;
@@ -39,6 +39,8 @@ const SLOTS_MAX: u32 = 1 << 28;
 const LAST_AT: usize = 328;
 const MAGIC: [u8; 8] = *b"VELLUMh1";
 const VERSION: u32 = 1;
+/// The incompatible feature that a superblock says where the medium was cut off.
+const CUT: u64 = 1;
 const ROWS_AT: u64 = 2 * SUPER_LEN as u64;
 const TABLE_AT: u64 = ROWS_AT + ROWS as u64 * ROW_LEN as u64;
 
@@ -181,21 +183,46 @@ impl Layout {
     }
 }
 
-/// The page at 0, and its copy at 4096. Written once.
-pub(super) fn encode_super(id: FastId, layout: Layout) -> Vec<u8> {
-    let mut bytes = vec![0; SUPER_LEN];
-    bytes[..8].copy_from_slice(&MAGIC);
-    put32(&mut bytes, 12, VERSION);
-    bytes[24..40].copy_from_slice(&id.0);
-    put32(&mut bytes, 40, layout.slots);
-    let crc = crc32c::crc32c(&bytes);
-    put32(&mut bytes, 8, crc);
-    bytes
+/// What the superblock says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Super {
+    pub(super) id: FastId,
+    pub(super) layout: Layout,
+    /// The medium was found to have only so many bytes. What lay behind them is gone, even if it has become longer again.
+    pub(super) cut_at: Option<u64>,
+}
+
+impl Super {
+    /// So many bytes of it count.
+    pub(super) fn len(&self) -> u64 {
+        self.cut_at.unwrap_or(u64::MAX).min(self.layout.total_bytes())
+    }
+
+    /// So many slots lie in them as a whole.
+    pub(super) fn whole_slots(&self) -> u32 {
+        let slots = self.len().saturating_sub(self.layout.data_at()) / SLOT_BYTES;
+        u32::try_from(slots).expect("at most 2^28")
+    }
+
+    /// The page at 0, and its copy at 4096. Written when the medium is made, and when it is found to be cut off.
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let mut bytes = vec![0; SUPER_LEN];
+        bytes[..8].copy_from_slice(&MAGIC);
+        put32(&mut bytes, 12, VERSION);
+        put64(&mut bytes, 16, if self.cut_at.is_some() { CUT } else { 0 });
+        bytes[24..40].copy_from_slice(&self.id.0);
+        put32(&mut bytes, 40, self.layout.slots);
+        put64(&mut bytes, 44, self.cut_at.unwrap_or_default());
+        let crc = crc32c::crc32c(&bytes);
+        put32(&mut bytes, 8, crc);
+        bytes
+    }
 }
 
 /// # Errors
-/// `Invalid` when this is no fast medium, `Corrupt` for a damaged one, `Unsupported` for a later one.
-pub(super) fn parse_super(page: &[u8], storage_len: u64) -> Result<(FastId, Layout)> {
+/// `Invalid` when this is no fast medium, `Corrupt` for a damaged one, `Unsupported` for a later one, `Changed` when it is shorter
+/// than it was made, or than it was found.
+pub(super) fn parse_super(page: &[u8], storage_len: u64) -> Result<Super> {
     if page.len() < SUPER_LEN || !page.starts_with(&MAGIC) {
         return Err(Error::invalid("it is no fast medium: it does not begin with the magic number"));
     }
@@ -204,22 +231,30 @@ pub(super) fn parse_super(page: &[u8], storage_len: u64) -> Result<(FastId, Layo
     if crc32c::crc32c(&copy) != be32(page, 8) {
         return Err(Error::corrupt("the superblock is damaged: its CRC32C is wrong"));
     }
-    if be32(page, 12) != VERSION || be64(page, 16) != 0 {
+    let features = be64(page, 16);
+    if be32(page, 12) != VERSION || features & !CUT != 0 {
         return Err(Error::unsupported("the fast medium was made by a later version of this program"));
     }
     let id = FastId::new(page[24..40].try_into().expect("16 bytes"));
+    let id = id.ok_or_else(|| Error::corrupt("its superblock has no id"))?;
     let layout = Layout { slots: be32(page, 40) };
-    match id {
-        Some(id) if (1..=SLOTS_MAX).contains(&layout.slots) && layout.total_bytes() <= storage_len => {
-            Ok((id, layout))
-        }
-        Some(_) => Err(Error::corrupt(format!(
-            "its superblock says {} slots, which do not fit {storage_len} bytes: it was truncated. Do not make it longer: what is gone \
-             would read as zeros. `vellum convert --salvage --fast` copies what is left of a disk",
-            layout.slots
-        ))),
-        None => Err(Error::corrupt("its superblock has no id")),
+    let cut_at = (features & CUT != 0).then(|| be64(page, 44));
+    if !(1..=SLOTS_MAX).contains(&layout.slots) || cut_at.is_some_and(|at| at < layout.data_at()) {
+        return Err(Error::corrupt("its superblock says something impossible"));
     }
+    let found = Super { id, layout, cut_at };
+    if found.len() > storage_len {
+        return Err(Error::new(
+            ErrorKind::Changed,
+            format!(
+                "its superblock says {} slots, which do not fit {storage_len} bytes: it was truncated. Do not make it longer: what is \
+                 gone would read as zeros. `vellum tier move --back --fast` brings home what is left of a disk, and `vellum convert \
+                 --salvage --fast` copies it",
+                layout.slots
+            ),
+        ));
+    }
+    Ok(found)
 }
 
 /// What the medium stores about one disk.
@@ -380,9 +415,20 @@ mod tests {
         assert!(Layout::for_size(600 << 10).is_err());
         let id = FastId::new([9; 16]).unwrap();
         let layout = Layout { slots: 3 };
-        let page = encode_super(id, layout);
-        assert_eq!(parse_super(&page, layout.total_bytes()).unwrap(), (id, layout));
-        assert!(parse_super(&page, layout.total_bytes() - 1).is_err());
+        let whole = Super { id, layout, cut_at: None };
+        let page = whole.encode();
+        assert_eq!(parse_super(&page, layout.total_bytes()).unwrap(), whole);
+        let short = parse_super(&page, layout.total_bytes() - 1).unwrap_err();
+        assert_eq!(short.kind(), ErrorKind::Changed);
+        let cut = Super { cut_at: Some(layout.total_bytes() - 1), ..whole };
+        assert_eq!(parse_super(&cut.encode(), layout.total_bytes() - 1).unwrap(), cut);
+        assert_eq!(
+            parse_super(&cut.encode(), layout.total_bytes()).unwrap(),
+            cut,
+            "it was made longer again"
+        );
+        assert_eq!((whole.whole_slots(), cut.whole_slots()), (3, 2));
+        assert!(parse_super(&cut.encode(), layout.total_bytes() - 2).is_err());
         let mut damaged = page;
         damaged[43] ^= 1;
         assert!(parse_super(&damaged, layout.total_bytes()).is_err());

@@ -13,7 +13,9 @@
 //! 4. Entries of one sector are written together, from memory, one write of the tables at a time.
 //! 5. While a row says that it is needed, or a row is damaged, an entry that cannot be read may be that of a unit which is here
 //!    alone. It keeps its bytes and its slot: the sector may be read again some day. Nothing takes the place of a damaged row.
-//! 6. Before anything is written, the storage must be as long as it was: what was cut off would come back as zeros.
+//! 6. Before anything is written, the storage must be as long as it was: what was cut off would come back as zeros. Where the
+//!    superblock says that it was cut off, that is as long as it was found then, and no slot behind counts or is given out.
+//! 7. A sector of the tables that cannot be read is not written: no row or slot of it is given out.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -26,9 +28,9 @@ use vellum_core::{
 use super::known::{Opened, State};
 use super::layout::{
     ENTRIES_TOGETHER, ENTRY_LEN, Entry, FastId, Layout, NAME_MAX, ROW_LEN, ROWS, Reason, Row, SLOT_BYTES,
-    SLOT_LEN, SUPER_LEN, encode_super,
+    SLOT_LEN, SUPER_LEN, Super,
 };
-use super::tables::{Tables, read_entries, read_rows, read_super};
+use super::tables::{Rows, Tables, read_entries, read_rows, read_super};
 use crate::session::SessionNumber;
 use crate::state::lock;
 use crate::truth::reconcile;
@@ -37,6 +39,9 @@ use crate::truth::reconcile;
 const PIECE_LEN: usize = 64 << 10;
 /// At most this many at a time.
 const WRITES_AT_ONCE: usize = 64;
+
+/// By how much the next sequence is higher, where entries cannot be read: far more than promotions that crashes cut off.
+const UNSEEN: u64 = 1 << 20;
 
 /// A disk that is to have a row.
 #[derive(Debug, Clone)]
@@ -112,6 +117,10 @@ pub struct FastMedium {
     storage: SharedStorage,
     /// What can be read of it, in bytes.
     len: u64,
+    /// How long it must be to be written, in bytes.
+    needs: u64,
+    /// So many bytes of copies it has room for.
+    room: u64,
     id: FastId,
     layout: Layout,
     state: Mutex<State>,
@@ -148,11 +157,40 @@ pub async fn create(storage: &SharedStorage, bytes: u64, id: FastId) -> Result<(
         }
         storage.flush().await?;
         for at in [0, SUPER_LEN as u64] {
-            storage.write(ImageOffset::new(at), Buffer::copy_of(&encode_super(id, layout))).await?;
+            storage
+                .write(ImageOffset::new(at), Buffer::copy_of(&Super { id, layout, cut_at: None }.encode()))
+                .await?;
         }
         storage.flush().await // commit point
     };
     made.await.context(context)
+}
+
+/// Notes on a medium that is shorter than it was, durably, how long it is: what is gone does not count from then on, even if the
+/// medium becomes longer again, and the rest can be used. Whether that was so.
+///
+/// # Errors
+/// `Changed` when nothing but tables is left, and the errors of the storage.
+pub async fn note_cut(storage: &SharedStorage) -> Result<bool> {
+    let context = || format!("{}: can't note that it was cut off", storage.name());
+    let found = read_super(storage, Tables::WhatIsLeft).await.context(context)?;
+    let cut_at = storage.len();
+    if cut_at >= found.len() {
+        return Ok(false);
+    }
+    if cut_at < found.layout.data_at() {
+        let why = format!("it has {cut_at} bytes, which are not even its tables");
+        return Err(Error::new(ErrorKind::Changed, why)).context(context);
+    }
+    let page = Super { cut_at: Some(cut_at), ..found }.encode();
+    let noted = async {
+        for at in [0, SUPER_LEN as u64] {
+            storage.write(ImageOffset::new(at), Buffer::copy_of(&page)).await?;
+            storage.flush().await?; // commit point: one page says so, and the other one does or is whole
+        }
+        Ok::<bool, Error>(true)
+    };
+    noted.await.context(context)
 }
 
 impl FastMedium {
@@ -176,14 +214,19 @@ impl FastMedium {
     async fn open_as(storage: SharedStorage, random: Random, tables: Tables) -> Result<Arc<Self>> {
         let name = storage.name().to_owned();
         let context = || format!("{name} is not usable as a fast medium");
-        let (id, layout) = read_super(&storage, tables).await.context(context)?;
+        let found = read_super(&storage, tables).await.context(context)?;
+        let Super { id, layout, .. } = found;
         // After a failed flush a host may show what the medium has not.
         if tables == Tables::Whole {
-            reconcile(&*storage, ImageOffset::ZERO.span(layout.data_at())).await.context(context)?;
+            let tables = ImageOffset::ZERO.span(layout.data_at());
+            reconcile(&*storage, tables).await.context(context)?;
         }
-        let (rows, bad_rows) = read_rows(&storage, tables).await.context(context)?;
+        let Rows { rows, bad: bad_rows, blind: blind_rows } =
+            read_rows(&storage, tables).await.context(context)?;
         let may_be_needed = !bad_rows.is_empty() || rows.iter().flatten().any(|row| row.is_needed);
-        let read = read_entries(&storage, layout, &rows, (may_be_needed, tables)).await.context(context)?;
+        let read = read_entries(&storage, &found, &rows, (may_be_needed, tables)).await.context(context)?;
+        // What cannot be read may have a sequence that no row has: a crash left it.
+        let unseen = if read.blind.is_empty() && blind_rows.is_empty() { 0 } else { UNSEEN };
         let last = rows.iter().flatten().map(|row| row.last).max();
         let only_read = (tables == Tables::WhatIsLeft).then(|| {
             Error::new(
@@ -200,13 +243,17 @@ impl FastMedium {
             litter: read.litter,
             bad_rows,
             unreadable: read.unreadable,
-            sequence: read.sequence.max(last.unwrap_or_default()),
+            blind_rows,
+            blind: read.blind,
+            sequence: read.sequence.max(last.unwrap_or_default()) + unseen,
             random,
             failed: only_read,
         };
         state.find_free();
         Ok(Arc::new(Self {
-            len: storage.len(),
+            len: storage.len().min(found.len()),
+            needs: found.len(),
+            room: u64::from(found.whole_slots()) * SLOT_BYTES,
             storage,
             id,
             layout,
@@ -228,7 +275,7 @@ impl FastMedium {
 
     /// How many bytes of copies it has room for.
     pub fn room_bytes(&self) -> u64 {
-        u64::from(self.layout.slots) * SLOT_BYTES
+        self.room
     }
 
     /// How many of those are free.
@@ -258,7 +305,9 @@ impl FastMedium {
     /// What of its tables cannot be read, and may be needed; for people.
     pub fn damage(&self) -> Option<String> {
         let state = lock(&self.state);
-        match (state.bad_rows.len(), state.unreadable.len()) {
+        let cut_off = u64::from(self.layout.slots) - self.room / SLOT_BYTES;
+        let entries = state.unreadable.len() as u64 + state.blind.len().saturating_sub(cut_off);
+        match (state.bad_rows.len(), entries) {
             (0, 0) => None,
             (rows, entries) => Some(format!(
                 "{}: {rows} rows and {entries} entries of its tables are damaged: what they say cannot be read, and their places stay \
@@ -299,6 +348,13 @@ impl FastMedium {
             let mut state = lock(&self.state);
             let row = match state.row_of(uuid) {
                 Some(row) => row,
+                None if !state.blind_rows.is_empty() => {
+                    let why = format!(
+                        "{}: a row of its tables cannot be read, and may be that of this disk: no other is made for it",
+                        self.name()
+                    );
+                    return Err(Error::new(ErrorKind::Refused, why));
+                }
                 None => state.free_row().ok_or_else(|| {
                     let why = format!("{}: all {ROWS} rows are taken: detach a disk first", self.name());
                     Error::new(ErrorKind::NoSpace, why)
@@ -400,10 +456,10 @@ impl FastMedium {
         self.check_failed()?;
         let looked = self.storage.look_at_len().await;
         let len = self.noticed("can't find out its length", looked)?;
-        match len >= self.layout.total_bytes() {
+        match len >= self.needs {
             true => Ok(()),
             false => {
-                let why = format!("it has {len} bytes, and had {}", self.layout.total_bytes());
+                let why = format!("it has {len} bytes, and had {}", self.needs);
                 self.noticed("it was cut off", Err(Error::new(ErrorKind::Changed, why)))
             }
         }

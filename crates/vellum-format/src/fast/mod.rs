@@ -23,7 +23,7 @@ mod named;
 mod tables;
 
 pub use layout::{FastId, Reason, SLOT_BYTES};
-pub use medium::{FastCounts, FastMedium, NewRow, RowFacts, create};
+pub use medium::{FastCounts, FastMedium, NewRow, RowFacts, create, note_cut};
 pub(crate) use medium::{OpenRow, Part};
 pub use named::{
     Demoted, FAST_NAME_MAX, Moved, NamedFast, Promoted, Promotion, STRIP_PARTS, TierFacts, Tiers,

@@ -3,11 +3,15 @@
 //! 1. Where nothing was ever written nothing is read.
 //! 2. An entry that cannot be read, and may be needed, keeps its bytes; so few that no memory to speak of is taken.
 //! 3. A medium that is opened for what is left of it is never written. So of its tables that may be blank which cannot be read.
+//! 4. What cannot be read is known by sectors. One that is written keeps such sectors as they are: no row there is taken, and no
+//!    slot of theirs is free. Of a medium that is no medium any more there are too many.
 
 use roaring::RoaringBitmap;
 use vellum_core::{BlockSize, Buffer, Error, ImageOffset, ImageSpan, Result, SharedStorage};
 
-use super::layout::{ENTRY_LEN, Entry, FastId, Layout, ROW_LEN, ROWS, Row, SUPER_LEN, parse_super};
+use super::layout::{
+    ENTRIES_TOGETHER, ENTRY_LEN, Entry, Layout, ROW_LEN, ROWS, Row, SUPER_LEN, Super, parse_super,
+};
 use crate::hash::HashMap;
 use crate::truth::reconcile;
 
@@ -17,6 +21,8 @@ const READ_AT_ONCE: u64 = 1 << 20;
 const PIECE_LEN: usize = 64 << 10;
 /// More entries than these that cannot be read are no accident of some sectors.
 const UNREADABLE_MAX: usize = 1 << 16;
+/// More sectors than these that cannot be read, of a piece that is read at once, are no accident either.
+const BAD_SECTORS_MAX: usize = 64;
 
 /// How the tables are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,39 +34,59 @@ pub(super) enum Tables {
 }
 
 impl Tables {
-    /// The bytes of a span; zeros for pages of it that cannot be read, if that is allowed.
-    async fn read(self, storage: &SharedStorage, span: ImageSpan) -> Result<Vec<u8>> {
-        let len = |span: ImageSpan| usize::try_from(span.len()).expect("a piece");
-        match storage.read(span.start(), Buffer::for_overwrite(len(span))).await {
-            Err(_) if self == Self::WhatIsLeft => {}
-            read => return Ok(read?.to_vec()),
+    /// The bytes of a span, zeros for sectors of it that cannot be read, and which ones these are, counted from its start.
+    async fn read(self, storage: &SharedStorage, span: ImageSpan) -> Result<(Vec<u8>, Vec<u32>)> {
+        let read = async |span: ImageSpan| {
+            let len = usize::try_from(span.len()).expect("a piece");
+            storage.read(span.start(), Buffer::for_overwrite(len)).await.map(|read| read.to_vec())
+        };
+        if let Ok(bytes) = read(span).await {
+            return Ok((bytes, Vec::new()));
         }
-        let (mut bytes, mut rest) = (Vec::with_capacity(len(span)), span);
+        let (mut bytes, mut bad, mut rest) = (Vec::new(), Vec::new(), span);
         while !rest.is_empty() {
             let (page, later) = rest.split_at(BlockSize::PAGE.bytes());
-            match storage.read(page.start(), Buffer::for_overwrite(len(page))).await {
-                Ok(read) => bytes.extend(read.to_vec()),
-                Err(_) => bytes.resize(bytes.len() + len(page), 0),
-            }
             rest = later;
+            if let Ok(read) = read(page).await {
+                bytes.extend(read);
+                continue;
+            }
+            let mut sectors = page;
+            while !sectors.is_empty() {
+                let (sector, later) = sectors.split_at(BlockSize::SECTOR.bytes());
+                sectors = later;
+                match read(sector).await {
+                    Ok(read) => bytes.extend(read),
+                    Err(error) if self == Self::Whole && bad.len() == BAD_SECTORS_MAX => return Err(error),
+                    Err(_) => {
+                        let number = (sector.start() - span.start()) / BlockSize::SECTOR.bytes();
+                        bad.push(u32::try_from(number).expect("a piece"));
+                        let len = usize::try_from(sector.len()).expect("a sector");
+                        bytes.resize(bytes.len() + len, 0);
+                    }
+                }
+            }
         }
-        Ok(bytes)
+        Ok((bytes, bad))
     }
 }
 
-pub(super) async fn read_super(storage: &SharedStorage, tables: Tables) -> Result<(FastId, Layout)> {
-    let span = ImageOffset::ZERO.span(2 * SUPER_LEN as u64);
+/// What a superblock says: of the first page, unless that is damaged or cannot be read.
+pub(super) async fn read_super(storage: &SharedStorage, tables: Tables) -> Result<Super> {
     let len = match tables {
-        Tables::Whole => {
-            reconcile(&**storage, span).await?;
-            storage.len()
-        }
+        Tables::Whole => storage.len(),
         Tables::WhatIsLeft => u64::MAX,
     };
-    let both = tables.read(storage, span).await?;
-    let (first, copy) = both.split_at(SUPER_LEN);
-    match parse_super(first, len) {
-        Err(error) => parse_super(copy, len).map_err(|_| error),
+    let page = async |number: u64| {
+        let span = ImageOffset::new(number * SUPER_LEN as u64).span(SUPER_LEN as u64);
+        if tables == Tables::Whole {
+            reconcile(&**storage, span).await?;
+        }
+        let read = storage.read(span.start(), Buffer::for_overwrite(SUPER_LEN)).await?;
+        parse_super(&read.to_vec(), len)
+    };
+    match page(0).await {
+        Err(error) => page(1).await.map_err(|_| error),
         found => found,
     }
 }
@@ -71,12 +97,19 @@ async fn is_hole(storage: &SharedStorage, span: ImageSpan) -> Result<bool> {
     Ok(runs.iter().all(|run| !run.is_data) && runs.last().is_some_and(|run| run.span.end() >= span.end()))
 }
 
+/// The rows.
+pub(super) struct Rows {
+    pub(super) rows: Vec<Option<Row>>,
+    /// Those that are damaged, or cannot be read.
+    pub(super) bad: RoaringBitmap,
+    /// Those that cannot be read.
+    pub(super) blind: RoaringBitmap,
+}
+
 /// The rows, and which of them are damaged.
-pub(super) async fn read_rows(
-    storage: &SharedStorage,
-    tables: Tables,
-) -> Result<(Vec<Option<Row>>, RoaringBitmap)> {
+pub(super) async fn read_rows(storage: &SharedStorage, tables: Tables) -> Result<Rows> {
     let (mut rows, mut bad) = (Vec::with_capacity(usize::from(ROWS)), RoaringBitmap::new());
+    let mut blind = RoaringBitmap::new();
     let mut rest = Layout::rows();
     while !rest.is_empty() {
         let (now, later) = rest.split_at(PIECE_LEN as u64);
@@ -84,7 +117,10 @@ pub(super) async fn read_rows(
         if is_hole(storage, now).await? {
             rows.resize(rows.len() + len / ROW_LEN, None);
         } else {
-            for bytes in tables.read(storage, now).await?.chunks(ROW_LEN) {
+            let (bytes, unread) = tables.read(storage, now).await?;
+            let first = u32::try_from(rows.len()).expect("at most 1024");
+            blind.extend(unread.iter().map(|sector| first + sector));
+            for bytes in bytes.chunks(ROW_LEN) {
                 let number = u16::try_from(rows.len()).expect("at most 1024");
                 let row = Row::parse(number, bytes);
                 if row.is_none() && bytes.iter().any(|byte| *byte != 0) {
@@ -95,7 +131,8 @@ pub(super) async fn read_rows(
         }
         rest = later;
     }
-    Ok((rows, bad))
+    bad |= &blind;
+    Ok(Rows { rows, bad, blind })
 }
 
 /// The entries.
@@ -105,6 +142,8 @@ pub(super) struct Entries {
     pub(super) litter: RoaringBitmap,
     /// Those that may be needed.
     pub(super) unreadable: HashMap<u32, [u8; ENTRY_LEN]>,
+    /// Slots whose entries lie in sectors that cannot be read, or say nothing because their slots were cut off.
+    pub(super) blind: RoaringBitmap,
     /// The highest.
     pub(super) sequence: u64,
 }
@@ -112,19 +151,22 @@ pub(super) struct Entries {
 /// The entries of a medium with these rows, some of which may be needed.
 pub(super) async fn read_entries(
     storage: &SharedStorage,
-    layout: Layout,
+    found: &Super,
     rows: &[Option<Row>],
     (may_be_needed, tables): (bool, Tables),
 ) -> Result<Entries> {
     // What a slot that was cut off had is lost in any case.
+    let layout = found.layout;
     let slots = match tables {
         Tables::Whole => layout.slots,
-        Tables::WhatIsLeft => layout.slots_within(storage.len()),
+        Tables::WhatIsLeft => layout.slots_within(storage.len().min(found.len())),
     };
-    let mut found = Entries {
+    let whole_slots = found.whole_slots();
+    let mut read = Entries {
         entries: Vec::with_capacity(slots as usize),
         litter: RoaringBitmap::new(),
         unreadable: HashMap::default(),
+        blind: RoaringBitmap::new(),
         sequence: 0,
     };
     let table = u64::from(slots) * ENTRY_LEN as u64;
@@ -133,32 +175,42 @@ pub(super) async fn read_entries(
         let (now, later) = rest.split_at(READ_AT_ONCE);
         let len = usize::try_from(now.len()).expect("a piece");
         let is_hole = is_hole(storage, now).await?;
-        let bytes = match is_hole {
-            true => vec![0; len],
+        let (bytes, unread) = match is_hole {
+            true => (vec![0; len], Vec::new()),
             false => tables.read(storage, now).await?,
         };
+        let first = u32::try_from(read.entries.len()).expect("at most 2^28");
+        for sector in unread {
+            let slot = first + sector * ENTRIES_TOGETHER;
+            read.blind.insert_range(slot..(slot + ENTRIES_TOGETHER).min(slots));
+        }
         for bytes in bytes.chunks(ENTRY_LEN) {
-            let slot = u32::try_from(found.entries.len()).expect("at most 2^28");
+            let slot = u32::try_from(read.entries.len()).expect("at most 2^28");
             if slot >= slots {
                 break;
             }
             let entry = if is_hole { None } else { Entry::parse(slot, bytes, rows) };
-            found.sequence = found.sequence.max(entry.map_or(0, |entry| entry.sequence));
-            found.entries.push(entry);
+            read.sequence = read.sequence.max(entry.map_or(0, |entry| entry.sequence));
+            if slot >= whole_slots && tables == Tables::Whole {
+                read.entries.push(None);
+                read.blind.insert(slot);
+                continue;
+            }
+            read.entries.push(entry);
             if entry.is_some() || bytes.iter().all(|byte| *byte == 0) {
                 continue;
             }
             if !may_be_needed || tables == Tables::WhatIsLeft {
-                found.litter.insert(slot);
+                read.litter.insert(slot);
                 continue;
             }
-            found.unreadable.insert(slot, bytes.try_into().expect("an entry"));
-            if found.unreadable.len() > UNREADABLE_MAX {
+            read.unreadable.insert(slot, bytes.try_into().expect("an entry"));
+            if read.unreadable.len() > UNREADABLE_MAX {
                 let why = format!("more than {UNREADABLE_MAX} entries of its table are damaged");
                 return Err(Error::corrupt(why));
             }
         }
         rest = later;
     }
-    Ok(found)
+    Ok(read)
 }

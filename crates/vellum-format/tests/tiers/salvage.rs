@@ -8,7 +8,7 @@ use vellum_core::{
     Storage as _, WriteFlags, ZeroFlags,
 };
 use vellum_format::FormatKind;
-use vellum_format::fast::{FastMedium, Tiers};
+use vellum_format::fast::{FastMedium, NewRow, Tiers, note_cut};
 use vellum_format::native::check::check;
 use vellum_format::native::{Native, OpenOptions};
 use vellum_format::report::Repair;
@@ -20,6 +20,9 @@ use crate::trials::{Both, Trial, UNIT, UNITS, chain, ensure, promote, put, reads
 /// Where a medium has its entries, and where its slots begin.
 const ENTRIES_AT: u64 = 520 << 10;
 const SLOTS_AT: u64 = 576 << 10;
+
+/// Where it has its rows.
+const ROWS_AT: ImageOffset = ImageOffset::new(8 << 10);
 
 /// The place of a slot. The first promotion takes the first one.
 fn slot(number: u64) -> ImageSpan {
@@ -152,7 +155,9 @@ pub(crate) fn what_is_left_of_a_medium_is_read() -> Trial {
         for (lost, within) in [
             (&[2][..], slot(2)),
             (&[0, 1, 2, 3], ImageOffset::new(ENTRIES_AT).span(512)),
-            (&[0, 1, 2, 3], ImageOffset::new(8 << 10).span(512)),
+            (&[0, 1, 2, 3], ROWS_AT.span(512)),
+            // The row of another disk, and none that it lies beside.
+            (&[], (ROWS_AT + 512).span(512)),
             // The first copy of its superblock.
             (&[], ImageOffset::ZERO.span(512)),
         ] {
@@ -335,6 +340,110 @@ pub(crate) fn what_the_tables_have_lost_is_overwritten_as_a_whole() -> Trial {
     })
 }
 
+/// Sectors of the tables that nobody needs cannot be read: the medium is used, and nothing is written there.
+pub(crate) fn a_bad_sector_of_the_tables_does_not_keep_the_units_there() -> Trial {
+    let both = Both::new();
+    both.world.run(async {
+        four_moved(&both).await?;
+        let all = [GuestOffset::ZERO.span(UNITS * UNIT)];
+        let fails = |within| Fault {
+            within: Some(within),
+            repeat: Repeat::ForEver,
+            ..Fault::nth(Operation::Read, 0)
+        };
+        let entries = ImageOffset::new(ENTRIES_AT).span(512);
+        for within in [ImageOffset::ZERO.span(512), (ROWS_AT + 512).span(512), entries] {
+            let (image, fast) = (both.image.content(), both.fast.content());
+            both.faults.add(fails(within));
+            let image = Drive::from_content(&both.world, image, DriveOptions::default());
+            let options = DriveOptions { faults: both.faults.clone(), ..DriveOptions::default() };
+            let fast = Drive::from_content(&both.world, fast, options);
+            let medium = FastMedium::open(fast.clone(), Random::from_seed(4)).await.map_err(chain)?;
+            let options = OpenOptions {
+                journal_key: Some(1),
+                fast: Some(medium.clone()),
+                salvages: within == entries,
+                ..OpenOptions::default()
+            };
+            let disk = Native::open(image, both.below(), options).await.map_err(chain)?;
+            let promoted = disk.promote(promotion_of(4)).await.map_err(chain)?;
+            if within == entries {
+                // Whose these slots are is not known.
+                has_all_but(&disk, &[0, 1, 2, 3], "without its entries").await?;
+                ensure(promoted.no_room == 1 && medium.free_bytes() == 0, format!("{promoted:?}"))?;
+            } else {
+                has_all_but(&disk, &[], "but for a sector that nobody needs").await?;
+                ensure(promoted.units == 1, format!("{promoted:?}"))?;
+                let row = NewRow { uuid: [8; 16], budget: 0, name: String::new() };
+                let attached = medium.attach(row).await;
+                match within.start() == ImageOffset::ZERO {
+                    true => attached.map_err(chain)?,
+                    false => is_refused("attached", attached, ErrorKind::Refused)?,
+                }
+                let done = disk.demote(&all).await.map_err(chain)?;
+                ensure(done.units == 5 && done.left.is_empty(), format!("{done:?}"))?;
+            }
+            disk.close().await.map_err(chain)?;
+            let is_written = |event: &vellum_sim::Event| {
+                event.operation() == Operation::Write && !event.span().intersect(within).is_empty()
+            };
+            ensure(!fast.log().events().iter().any(is_written), format!("{within:?} was written"))?;
+            both.faults.clear();
+        }
+        Ok(())
+    })
+}
+
+/// What a medium has that was cut off comes back, and what is gone stays lost when it is made longer.
+pub(crate) fn what_was_cut_off_stays_lost() -> Trial {
+    let both = Both::new();
+    both.world.run(async {
+        four_moved(&both).await?;
+        let len = both.fast.len();
+        let cut = both.copy_of(&both.fast);
+        cut.set_len(slot(2).start().bytes() + 512).await.map_err(chain)?;
+        let storage: SharedStorage = cut.clone();
+        let opened = async || FastMedium::open(storage.clone(), Random::from_seed(6)).await;
+        is_refused("shorter", opened().await, ErrorKind::Changed)?;
+        ensure(note_cut(&storage).await.map_err(chain)?, "it was cut off")?;
+        ensure(!note_cut(&storage).await.map_err(chain)?, "that is known")?;
+        let disk = salvage(&both, Some(opened().await.map_err(chain)?), false).await.map_err(chain)?;
+        has_all_but(&disk, &[2, 3], "cut off").await?;
+        let done = disk.demote(&[GuestOffset::ZERO.span(UNITS * UNIT)]).await.map_err(chain)?;
+        let lost = [GuestOffset::new(2 * UNIT).span(2 * UNIT)];
+        ensure(done.units == 2 && done.left == lost, format!("{done:?}"))?;
+        disk.close().await.map_err(chain)?;
+        drop(disk);
+        // Zeros in the place of what is gone.
+        cut.set_len(len).await.map_err(chain)?;
+        ensure(!note_cut(&storage).await.map_err(chain)?, "it is as long as it was")?;
+        let refused = open_with(&both, &both.image, Some(&cut), false).await;
+        is_refused("longer again", refused, ErrorKind::Changed)?;
+        let medium = opened().await.map_err(chain)?;
+        ensure(medium.room_bytes() == 2 * UNIT, format!("{} bytes", medium.room_bytes()))?;
+        let disk = salvage(&both, Some(medium), false).await.map_err(chain)?;
+        for unit in [2, 3] {
+            let read = disk.read(GuestOffset::new(unit * UNIT), Buffer::zeroed(512)).await;
+            is_refused("longer again", read, ErrorKind::Io)?;
+            put(&disk, unit, 9).await?;
+        }
+        // No slot that was cut off is used again.
+        let promoted = disk.promote(promotion_of(4)).await.map_err(chain)?;
+        ensure(promoted.units == 1, format!("{promoted:?}"))?;
+        disk.close().await.map_err(chain)?;
+        drop(disk);
+        let behind = slot(2).start();
+        let is_used =
+            |event: &vellum_sim::Event| event.operation() == Operation::Write && event.span().end() > behind;
+        ensure(!cut.log().events().iter().any(is_used), "what was cut off was written")?;
+        let disk = open_with(&both, &both.image, Some(&cut), false).await.map_err(chain)?;
+        for (unit, value) in [(0, 1), (1, 2), (2, 9), (3, 9), (4, 5)] {
+            reads(&disk, unit, value, "when all is overwritten").await?;
+        }
+        disk.close().await.map_err(chain)
+    })
+}
+
 /// An image that is only read shares its row with others that read it, and with none that writes.
 pub(crate) fn an_image_that_is_only_read_is_open_more_than_once() -> Trial {
     let both = Both::new();
@@ -368,5 +477,7 @@ fn salvaged() {
     what_the_tables_have_lost_does_not_keep_the_others_there().unwrap();
     an_image_that_is_only_read_is_open_more_than_once().unwrap();
     what_is_lost_is_overwritten_as_a_whole().unwrap();
+    a_bad_sector_of_the_tables_does_not_keep_the_units_there().unwrap();
+    what_was_cut_off_stays_lost().unwrap();
     what_the_tables_have_lost_is_overwritten_as_a_whole().unwrap();
 }

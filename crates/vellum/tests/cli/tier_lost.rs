@@ -102,12 +102,26 @@ fn what_is_left_of_a_medium_is_copied_and_brought_back() {
     let sound = std::fs::read(&fast).expect("a medium");
     let file = std::fs::OpenOptions::new().write(true).open(&fast).expect("a medium");
     file.set_len(SLOTS_AT + 8 * UNIT as u64).expect("it is cut");
-    refused(1, &["truncated"], &["tier", "move", "--back", "--all", "--fast", &fast, &image]);
     let (copy, said) = salvaged(&dir, &image, &["--fast", &fast]);
     let mut left = bytes.clone();
     left[8 * UNIT..MIB].fill(0);
     same(&copy, &left, "of a medium that was cut off");
     assert!(said.contains("524288 bytes at 0x80000 could not be read"), "{said}");
+
+    // What is left comes back, and what is gone is no zeros when the medium is made longer again.
+    let (image_2, fast_2) = (dir.text("image-2.vlm"), dir.text("fast-2"));
+    std::fs::copy(&image, &image_2).expect("a copy");
+    std::fs::copy(&fast, &fast_2).expect("a copy");
+    let back = vellum(&["tier", "move", "--back", "--all", "--fast", &fast_2, &image_2]);
+    assert!(back.code == 1 && back.out.contains("8 units"), "{back:?}");
+    assert!(back.err.contains("was cut off") && back.err.contains("524288 bytes at 524288"), "{back:?}");
+    let file = std::fs::OpenOptions::new().write(true).open(&fast_2).expect("a medium");
+    file.set_len(sound.len() as u64).expect("it is longer again");
+    let ran = vellum(&["convert", "-O", "raw", "--fast", &fast_2, &image_2, &dir.text("refused.raw")]);
+    assert!(ran.code == 1 && ran.err.contains("is on its fast medium alone"), "{ran:?}");
+    let (copy, _) = salvaged(&dir, &image_2, &["--fast", &fast_2]);
+    same(&copy, &left, "of a medium that is longer again");
+    std::fs::write(&fast, &sound).expect("a medium");
 
     let mut damaged = sound.clone();
     damaged[ENTRIES_AT + 5 * 32] ^= 1;

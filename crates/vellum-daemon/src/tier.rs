@@ -136,10 +136,16 @@ pub struct MovedUnits {
     pub moved: u64,
     /// Units whose space was free before.
     pub there: u64,
-    /// Units that the fast medium has no copy of.
+    /// Units that the fast medium has no copy of, and that were not to be copied.
     pub not_copied: u64,
     /// Units that are read from the backing image, as a whole or in part.
     pub not_stored: u64,
+    /// Units that read as zero.
+    pub zero: u64,
+    /// Units for which there was no room, or the budget is spent.
+    pub no_room: u64,
+    /// Units that the image has no bit for.
+    pub no_bit: u64,
     /// Units that were written meanwhile.
     pub written: u64,
     /// What could not be read, on the fast medium or in the image, and is as it was: how many bytes.
@@ -158,7 +164,36 @@ impl MovedUnits {
     fn of(unit_size: u64, done: Moved) -> Self {
         let Moved { units, there, not_copied, not_stored, written, left, why } = done;
         let (left_bytes, left, why) = listed(left, why);
-        Self { unit_size, moved: units, there, not_copied, not_stored, written, left_bytes, left, why }
+        Self {
+            unit_size,
+            moved: units,
+            there,
+            not_copied,
+            not_stored,
+            zero: 0,
+            no_room: 0,
+            no_bit: 0,
+            written,
+            left_bytes,
+            left,
+            why,
+        }
+    }
+
+    /// As above, of units that were to be copied first: why those were not that have no copy.
+    fn after(unit_size: u64, copied: Promoted, done: Moved) -> Self {
+        let Promoted { in_base, zero, written, no_room, no_bit, .. } = copied;
+        let moved = Self::of(unit_size, done);
+        let known = in_base + zero + written + no_room + no_bit;
+        Self {
+            not_copied: moved.not_copied.saturating_sub(known),
+            not_stored: moved.not_stored + in_base,
+            written: moved.written + written,
+            zero,
+            no_room,
+            no_bit,
+            ..moved
+        }
     }
 }
 
@@ -370,7 +405,8 @@ pub async fn detach(image: &Path, fast: Option<&Path>, options: &ImageOptions) -
             ErrorKind::Refused,
             format!(
                 "{image}: units of it are on its fast medium alone, last seen at {medium}: bring them back first (`vellum tier move \
-                 --back --all --fast PATH {image}`)"
+                 --back --all --fast PATH {image}`), or, if that medium is lost, copy what is left (`vellum convert --salvage {image} \
+                 NEW`)"
             ),
         ));
     }
@@ -532,11 +568,14 @@ pub(crate) async fn move_in(chain: &Chain, ranges: &Ranges, only_copied: bool) -
     let tier = tier_of(chain)?;
     let spans = ranges.spans(chain.disk().geometry().size)?;
     end_files_snapshot(chain).await?;
-    if !only_copied {
-        let promotion = Promotion { ranges: spans.clone(), reason: Reason::Asked, copies_base: false };
-        tier.promote(promotion).await?;
-    }
-    Ok(MovedUnits::of(tier.unit_bytes(), tier.move_away(&spans).await?))
+    let copied = match only_copied {
+        true => Promoted::default(),
+        false => {
+            let promotion = Promotion { ranges: spans.clone(), reason: Reason::Asked, copies_base: false };
+            tier.promote(promotion).await?
+        }
+    };
+    Ok(MovedUnits::after(tier.unit_bytes(), copied, tier.move_away(&spans).await?))
 }
 
 /// Deletes the snapshot that a program which was killed has left of looking for files: it would keep units from moving. None is in use,

@@ -389,7 +389,8 @@ impl FastMedium {
                 return Err(Error::new(
                     ErrorKind::Refused,
                     format!(
-                        "{medium}: units of {name} are on it alone: bring them back first (`vellum tier move --back`)"
+                        "{medium}: units of {name} are on it alone: bring them back first (`vellum tier move --back`), or give them \
+                         up (`vellum tier forget --force`)"
                     ),
                 ));
             }

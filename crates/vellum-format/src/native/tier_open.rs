@@ -14,7 +14,7 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use vellum_core::{BlockSize, Error, ErrorKind, Result};
+use vellum_core::{BlockSize, Context, Error, ErrorKind, Result};
 
 use super::geometry::Region;
 use super::image::Native;
@@ -31,7 +31,10 @@ impl Native {
             (superblocks.superblock.fast(), superblocks.superblock.uuid())
         };
         let Some(named) = named.filter(|named| named.id == medium.id()) else {
-            self.superblocks.lock().await.superblock.may_do_without_fast()?;
+            let needed = self.superblocks.lock().await.superblock.may_do_without_fast();
+            needed.context(|| {
+                format!("{} is another fast medium, with the id {}", medium.name(), medium.id())
+            })?;
             let why =
                 format!("{} is not attached to {} (`vellum tier attach`)", self.engine.name, medium.name());
             return Err(Error::new(ErrorKind::NotFound, why));

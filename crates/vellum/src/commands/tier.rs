@@ -15,6 +15,7 @@ use vellum_daemon::{ImageOptions, IoMode, run as run_worker};
 use super::Outcome;
 use super::tier_disk::{
     OfDisk, WithFast, code_for_left, code_for_moved, in_use, in_use_alone, options_of, say_moved, say_units,
+    units_are,
 };
 use super::tier_files::{self, PinArgs, UnpinArgs};
 use crate::args::{AllowArgs, OutputFormat, parse_size};
@@ -347,7 +348,8 @@ fn status(args: &StatusArgs) -> Outcome {
                     .map_err(in_use)?;
             let mut answer = facts.as_ref().map_or_else(|| json!({}), facts_json);
             answer["fast"] = json!(named.as_ref().map(|named| named.name.clone()));
-            answer["counts"] = json!(named.is_some_and(|named| named.counts));
+            answer["counts"] = json!(named.as_ref().is_some_and(|named| named.counts));
+            answer["needed"] = json!(named.is_some_and(|named| named.is_needed));
             answer["pins"] = json!(run_worker(IoMode::Auto, async || pins_of(image).await)??);
             (image.display().to_string(), answer)
         }
@@ -375,14 +377,26 @@ fn status_text(name: &str, answer: &Value) -> String {
             Some(fast) => lines.push(format!("{name}: attached to {fast}, where no copy counts")),
         }
     }
+    if answer["needed"] == true && answer.get("units").is_none() {
+        lines.push(
+            "units of it are there alone: the disk needs this medium (--fast PATH says how many)".to_owned(),
+        );
+    }
     if let Some(trouble) = answer["trouble"].as_str() {
-        lines.push(format!("not used: {trouble}"));
+        // With reads that failed it is used all the same.
+        let what =
+            if answer["lost-reads"].as_u64().is_some_and(|reads| reads > 0) { "trouble" } else { "not used" };
+        lines.push(format!("{what}: {trouble}"));
     }
     if answer.get("units").is_some() {
         let (units, unit) = (number("units"), number("unit-size"));
         let (copied, used) = (human_bytes(units * unit), human_bytes(number("used-bytes")));
         let budget = human_bytes(number("budget-bytes"));
-        lines.push(format!("{units} units ({copied}) are copied; they take {used}, of a budget of {budget}"));
+        // Without a medium there is no budget.
+        if number("budget-bytes") > 0 || units > 0 {
+            let what = format!("they take {used}, of a budget of {budget}");
+            lines.push(format!("{} copied; {what}", units_are(units, &copied)));
+        }
         if number("moved") > 0 {
             let moved = human_bytes(number("moved") * unit);
             lines.push(format!(
@@ -415,6 +429,9 @@ fn status_text(name: &str, answer: &Value) -> String {
                 "{} reads failed there, and were answered from the image",
                 number("failed-reads")
             ));
+        }
+        if number("lost-reads") > 0 {
+            lines.push(format!("{} reads of what is there alone failed", number("lost-reads")));
         }
     }
     for pin in answer["pins"].as_array().into_iter().flatten() {
@@ -488,7 +505,7 @@ fn move_units(args: &MoveArgs) -> Outcome {
         }
     };
     if !args.with.says_json(&answer) {
-        say_moved(&answer, only_copied);
+        say_moved(&answer);
     }
     Ok(code_for_moved(&answer))
 }
@@ -512,7 +529,8 @@ fn take_back(range: &[(u64, u64)], with: &WithFast) -> Outcome {
     };
     if !with.says_json(&answer) {
         let units = answer["demoted"].as_u64().unwrap_or_default();
-        say(&format!("{units} units are read from the image again"));
+        let what = if units == 1 { "unit is" } else { "units are" };
+        say(&format!("{units} {what} read from the image again"));
     }
     Ok(code_for_left(&answer))
 }

@@ -121,20 +121,29 @@ fn code_for(answer: &Value, what: &str, remedy: &str) -> ExitCode {
     ExitCode::FAILURE
 }
 
+const NO_ROOM: &str = "found no room: the medium is full, or the budget is spent";
+const NO_BIT: &str =
+    "lie behind the end that the disk had when it was attached: detach it and attach it again";
+
+/// So many units, of so many bytes, are somewhere.
+pub(super) fn units_are(units: u64, bytes: &str) -> String {
+    match units {
+        1 => format!("1 unit ({bytes}) is"),
+        _ => format!("{units} units ({bytes}) are"),
+    }
+}
+
 /// What became of units that were to be moved.
-pub(super) fn say_moved(answer: &Value, only_copied: bool) {
+pub(super) fn say_moved(answer: &Value) {
     let number = |field: &str| answer[field].as_u64().unwrap_or_default();
     let bytes = human_bytes(number("moved") * number("unit-size"));
-    say(&format!("{} units ({bytes}) are on the fast medium alone now", number("moved")));
+    say(&format!("{} on the fast medium alone now", units_are(number("moved"), &bytes)));
     for (field, what) in [
         ("there", "were so already"),
-        (
-            "not-copied",
-            match only_copied {
-                true => "have no copy there",
-                false => "have no copy there: they are zero, in the backing image, or found no room",
-            },
-        ),
+        ("not-copied", "have no copy there"),
+        ("zero", "are zero"),
+        ("no-room", NO_ROOM),
+        ("no-bit", NO_BIT),
         (
             "not-stored",
             "are read from the backing image, as a whole or in part, and stay there (`vellum flatten` copies it first)",
@@ -151,17 +160,14 @@ pub(super) fn say_moved(answer: &Value, only_copied: bool) {
 pub(super) fn say_units(answer: &Value) {
     let number = |field: &str| answer[field].as_u64().unwrap_or_default();
     let bytes = human_bytes(number("promoted") * number("unit-size"));
-    say(&format!("{} units ({bytes}) are on the fast medium now", number("promoted")));
+    say(&format!("{} on the fast medium now", units_are(number("promoted"), &bytes)));
     for (field, what) in [
         ("there", "were there already"),
         ("in-backing", "are read from the backing image: --copy promotes them, too"),
         ("zero", "are zero"),
         ("written", "were written meanwhile"),
-        ("no-room", "found no room: the medium is full, or the budget is spent"),
-        (
-            "no-bit",
-            "lie behind the end that the disk had when it was attached: detach it and attach it again",
-        ),
+        ("no-room", NO_ROOM),
+        ("no-bit", NO_BIT),
     ] {
         if number(field) > 0 {
             say(&format!("  {} {what}", number(field)));

@@ -123,14 +123,15 @@ pub(super) fn move_files(paths: &[String], partition: Option<u32>, with: &WithFa
     };
     if !with.says_json(&answer) {
         say_count(&answer);
-        say_moved(&answer, false);
+        say_moved(&answer);
     }
     Ok(code_for_moved(&answer))
 }
 
 fn say_count(answer: &Value) {
     let number = |field: &str| answer[field].as_u64().unwrap_or_default();
-    say(&format!("{} files with {} on the disk", number("files"), human_bytes(number("file-bytes"))));
+    let what = if number("files") == 1 { "file" } else { "files" };
+    say(&format!("{} {what} with {} on the disk", number("files"), human_bytes(number("file-bytes"))));
 }
 
 fn say_files(answer: &Value) {

@@ -1,7 +1,9 @@
 //! What commands on fast media refuse, say and leave behind, as somebody meets them who has read nothing.
 
 use super::refused;
+use super::support::client::Client;
 use super::support::dir::Dir;
+use super::support::noise;
 use super::support::program::vellum;
 use super::support::server::Server;
 use super::tier::{attached, status};
@@ -84,4 +86,50 @@ fn what_is_said_is_what_is_so() {
         help.split_whitespace().collect::<Vec<_>>().join(" ").contains("unless parts were moved"),
         "{help}"
     );
+}
+
+/// Why units did not move, and what else there is to know of them.
+#[test]
+fn what_is_not_moved_says_why() {
+    let dir = Dir::new("tier-why");
+    let (image, fast) = (dir.text("disk.vlm"), dir.text("fast"));
+    let make = ["create", "-q", "-f", "vellum", "-o", "layout=table,unit_size=64k", "--fast", &fast];
+    vellum(&[&make[..], &["--fast-size", "8M", "--fast-budget", "128k", &image, "1M"]].concat()).answer();
+    let server = Server::start(&[&image, "--fast", &fast]);
+    let mut client = Client::connect(&server.peer(), "").expect("it is served");
+    client.write(0, &noise(4 * (64 << 10), 6), 0).expect("it is written");
+    client.flush().expect("a flush");
+    drop(client);
+    server.stop();
+    // Two units find room, two do not, and twelve are zero.
+    let said = vellum(&["tier", "move", "--all", "--fast", &fast, &image]).answer();
+    for word in ["2 units (128 KiB) are", "2 found no room", "12 are zero"] {
+        assert!(said.contains(word) && !said.contains("have no copy"), "{word}: {said}");
+    }
+    let done = vellum(&["tier", "move", "--all", "--output", "json", "--fast", &fast, &image]).json();
+    let number = |field: &str| done[field].as_u64();
+    assert_eq!(
+        (number("there"), number("no-room"), number("zero"), number("not-copied")),
+        (Some(2), Some(2), Some(12), Some(0)),
+        "{done}"
+    );
+    let said = vellum(&["tier", "status", &image]).answer();
+    assert!(said.contains("the disk needs this medium"), "{said}");
+    let said = vellum(&["tier", "move", "--back", "--range", "0+64k", "--fast", &fast, &image]).answer();
+    assert!(said.contains("1 unit is read"), "{said}");
+
+    // Another medium at the place of the right one is called another one.
+    let ran = vellum(&["tier", "detach", &image]);
+    assert!(ran.err.contains("convert --salvage"), "{ran:?}");
+    let ran = vellum(&["tier", "forget", "--fast", &fast, &image]);
+    assert!(ran.code == 1 && ran.err.contains("--force"), "{ran:?}");
+    std::fs::rename(&fast, dir.join("away")).expect("it is lost");
+    let other = dir.text("other.vlm");
+    vellum(&[&make[..], &["--fast-size", "8M", &other, "1M"]].concat()).answer();
+    let ran = vellum(&["convert", "-O", "raw", "--fast", &fast, &image, &dir.text("copy.raw")]);
+    assert!(ran.code == 1 && ran.err.contains("is another fast medium"), "{ran:?}");
+    // That something was lost is said in any case.
+    let ran = vellum(&["convert", "-q", "--salvage", "-O", "raw", &image, &dir.text("left.raw")]);
+    assert!(ran.code == 0 && ran.err.contains("65536 bytes in all could not be read"), "{ran:?}");
+    assert!(!ran.err.contains("bytes at"), "{ran:?}");
 }

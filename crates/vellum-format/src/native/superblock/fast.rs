@@ -51,8 +51,9 @@ fn needs_medium(id: FastId, name: &str) -> Error {
     Error::new(
         ErrorKind::Refused,
         format!(
-            "units of it are on a fast medium alone, last seen at {name} (id {id}): give that medium (--fast PATH), or \
-             bring the units back first (`vellum tier move --back --all --fast PATH`)"
+            "units of it are on a fast medium alone, last seen at {name} (id {id}): give that medium (--fast PATH, where \
+             the command takes it), or bring the units back first (`vellum tier move --back --all --fast PATH`). If it is lost, \
+             `vellum convert --salvage` copies the rest"
         ),
     )
 }

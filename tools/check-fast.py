@@ -35,6 +35,7 @@ class Medium:
         need(good, "it is no fast medium")
         if len(good) == 1 or pages[0] != pages[1]:
             self.lines.append("the two superblocks are not equal, or one is damaged")
+        good.sort(key=lambda page: be64(page, 44) if be64(page, 16) & 1 else 1 << 64)
         version, features, self.id, self.slots = struct.unpack_from(">IQ16sI", good[0], 12)
         need(version == 1 and features in (0, 1), "its version or features are not known")
         cut_at = struct.unpack_from(">Q", good[0], 44)[0]

@@ -410,6 +410,9 @@ pub async fn detach(image: &Path, fast: Option<&Path>, options: &ImageOptions) -
             ),
         ));
     }
+    if let Some(medium) = &medium {
+        medium.check_tables()?;
+    }
     kind.format().detach_fast(&storage).await?;
     if let (Some(medium), Some(uuid)) = (medium, head.uuid()) {
         medium.forget(uuid, false).await?;

@@ -278,8 +278,10 @@ pub enum Bug {
     OverUnderBit,
     /// A medium that was cut off is believed again when it is longer.
     CutForgotten,
-    /// Slots whose entries cannot be read, or that were cut off, are given out.
-    BlindIsFree,
+    /// A medium of which not all is known gets copies.
+    BlindIsGiven,
+    /// Only one superblock says that the medium was cut off.
+    CutOnOnePage,
     /// Programs without the medium do not look whether it is needed.
     MovedForgotten,
 }

@@ -89,7 +89,8 @@ fn of_moves_by_trials() {
         (Bug::MissingCleared, salvage::what_the_tables_have_lost_does_not_keep_the_others_there),
         (Bug::MissingForgotten, salvage::what_the_tables_have_lost_does_not_keep_the_others_there),
         (Bug::CutForgotten, salvage::what_was_cut_off_stays_lost),
-        (Bug::BlindIsFree, salvage::a_bad_sector_of_the_tables_does_not_keep_the_units_there),
+        (Bug::BlindIsGiven, salvage::a_bad_sector_of_the_tables_does_not_keep_the_units_there),
+        (Bug::CutOnOnePage, salvage::a_cut_that_was_noted_once_counts),
         (Bug::OverForPart, salvage::what_is_lost_is_overwritten_as_a_whole),
         (Bug::OverUnderBit, salvage::what_is_lost_is_overwritten_as_a_whole),
     ] {

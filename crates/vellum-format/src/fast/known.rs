@@ -34,9 +34,7 @@ pub(super) struct State {
     /// Rows that cannot be read, and entries that may be needed and cannot be read.
     pub(super) bad_rows: RoaringBitmap,
     pub(super) unreadable: HashMap<u32, [u8; ENTRY_LEN]>,
-    /// Rows that lie in sectors that cannot be read.
-    pub(super) blind_rows: RoaringBitmap,
-    /// Slots whose entries do, or which were cut off. Nothing is written there.
+    /// Slots of whose entries nothing is known, or which were cut off.
     pub(super) blind: RoaringBitmap,
     /// The highest of all entries and rows.
     pub(super) sequence: u64,

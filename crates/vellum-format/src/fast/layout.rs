@@ -204,6 +204,23 @@ impl Super {
         u32::try_from(slots).expect("at most 2^28")
     }
 
+    /// # Errors
+    /// `Changed` when the storage is shorter than it was made, or than it was found.
+    pub(super) fn fits(self, storage_len: u64) -> Result<Self> {
+        if self.len() > storage_len {
+            return Err(Error::new(
+                ErrorKind::Changed,
+                format!(
+                    "its superblock says {} slots, which do not fit {storage_len} bytes: it was truncated. Do not make it longer: \
+                     what is gone would read as zeros. `vellum tier move --back --fast` brings home what is left of a disk, and \
+                     `vellum convert --salvage --fast` copies it",
+                    self.layout.slots
+                ),
+            ));
+        }
+        Ok(self)
+    }
+
     /// The page at 0, and its copy at 4096. Written when the medium is made, and when it is found to be cut off.
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut bytes = vec![0; SUPER_LEN];
@@ -220,9 +237,8 @@ impl Super {
 }
 
 /// # Errors
-/// `Invalid` when this is no fast medium, `Corrupt` for a damaged one, `Unsupported` for a later one, `Changed` when it is shorter
-/// than it was made, or than it was found.
-pub(super) fn parse_super(page: &[u8], storage_len: u64) -> Result<Super> {
+/// `Invalid` when this is no fast medium, `Corrupt` for a damaged one, `Unsupported` for a later one.
+pub(super) fn parse_super(page: &[u8]) -> Result<Super> {
     if page.len() < SUPER_LEN || !page.starts_with(&MAGIC) {
         return Err(Error::invalid("it is no fast medium: it does not begin with the magic number"));
     }
@@ -242,19 +258,7 @@ pub(super) fn parse_super(page: &[u8], storage_len: u64) -> Result<Super> {
     if !(1..=SLOTS_MAX).contains(&layout.slots) || cut_at.is_some_and(|at| at < layout.data_at()) {
         return Err(Error::corrupt("its superblock says something impossible"));
     }
-    let found = Super { id, layout, cut_at };
-    if found.len() > storage_len {
-        return Err(Error::new(
-            ErrorKind::Changed,
-            format!(
-                "its superblock says {} slots, which do not fit {storage_len} bytes: it was truncated. Do not make it longer: what is \
-                 gone would read as zeros. `vellum tier move --back --fast` brings home what is left of a disk, and `vellum convert \
-                 --salvage --fast` copies it",
-                layout.slots
-            ),
-        ));
-    }
-    Ok(found)
+    Ok(Super { id, layout, cut_at })
 }
 
 /// What the medium stores about one disk.
@@ -417,6 +421,7 @@ mod tests {
         let layout = Layout { slots: 3 };
         let whole = Super { id, layout, cut_at: None };
         let page = whole.encode();
+        let parse_super = |page: &[u8], len| parse_super(page).and_then(|found| found.fits(len));
         assert_eq!(parse_super(&page, layout.total_bytes()).unwrap(), whole);
         let short = parse_super(&page, layout.total_bytes() - 1).unwrap_err();
         assert_eq!(short.kind(), ErrorKind::Changed);

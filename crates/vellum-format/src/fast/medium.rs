@@ -11,11 +11,13 @@
 //! 3. A slot that is free keeps its entry until something is promoted next: it is blanked before any slot is written, and
 //!    before any entry is. So an entry never outlives its bytes, and of a unit of a disk there is one promotion at most.
 //! 4. Entries of one sector are written together, from memory, one write of the tables at a time.
-//! 5. While a row says that it is needed, or a row is damaged, an entry that cannot be read may be that of a unit which is here
-//!    alone. It keeps its bytes and its slot: the sector may be read again some day. Nothing takes the place of a damaged row.
+//! 5. While a row says that it is needed, an entry that is damaged may be that of a unit which is here alone. It keeps its bytes and
+//!    its slot.
 //! 6. Before anything is written, the storage must be as long as it was: what was cut off would come back as zeros. Where the
 //!    superblock says that it was cut off, that is as long as it was found then, and no slot behind counts or is given out.
-//! 7. A sector of the tables that cannot be read is not written: no row or slot of it is given out.
+//! 7. While a row is damaged, a sector of the tables cannot be read, or the medium was cut off, only rows of disks that have one are written. What it
+//!    has is read and goes home; it gets nothing new, and no disk comes or leaves. An entry that is not seen cannot be blanked (3),
+//!    and the sector may be read again some day.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -25,12 +27,13 @@ use vellum_core::{
     Buffer, Context, Error, ErrorKind, ImageOffset, LocalFuture, Random, Result, SharedStorage, try_join_all,
 };
 
+use super::cut::say_cut;
 use super::known::{Opened, State};
 use super::layout::{
     ENTRIES_TOGETHER, ENTRY_LEN, Entry, FastId, Layout, NAME_MAX, ROW_LEN, ROWS, Reason, Row, SLOT_BYTES,
     SLOT_LEN, SUPER_LEN, Super,
 };
-use super::tables::{Rows, Tables, read_entries, read_rows, read_super};
+use super::tables::{Rows, Tables, one_of, read_entries, read_rows, read_supers};
 use crate::session::SessionNumber;
 use crate::state::lock;
 use crate::truth::reconcile;
@@ -39,9 +42,6 @@ use crate::truth::reconcile;
 const PIECE_LEN: usize = 64 << 10;
 /// At most this many at a time.
 const WRITES_AT_ONCE: usize = 64;
-
-/// By how much the next sequence is higher, where entries cannot be read: far more than promotions that crashes cut off.
-const UNSEEN: u64 = 1 << 20;
 
 /// A disk that is to have a row.
 #[derive(Debug, Clone)]
@@ -166,33 +166,6 @@ pub async fn create(storage: &SharedStorage, bytes: u64, id: FastId) -> Result<(
     made.await.context(context)
 }
 
-/// Notes on a medium that is shorter than it was, durably, how long it is: what is gone does not count from then on, even if the
-/// medium becomes longer again, and the rest can be used. Whether that was so.
-///
-/// # Errors
-/// `Changed` when nothing but tables is left, and the errors of the storage.
-pub async fn note_cut(storage: &SharedStorage) -> Result<bool> {
-    let context = || format!("{}: can't note that it was cut off", storage.name());
-    let found = read_super(storage, Tables::WhatIsLeft).await.context(context)?;
-    let cut_at = storage.len();
-    if cut_at >= found.len() {
-        return Ok(false);
-    }
-    if cut_at < found.layout.data_at() {
-        let why = format!("it has {cut_at} bytes, which are not even its tables");
-        return Err(Error::new(ErrorKind::Changed, why)).context(context);
-    }
-    let page = Super { cut_at: Some(cut_at), ..found }.encode();
-    let noted = async {
-        for at in [0, SUPER_LEN as u64] {
-            storage.write(ImageOffset::new(at), Buffer::copy_of(&page)).await?;
-            storage.flush().await?; // commit point: one page says so, and the other one does or is whole
-        }
-        Ok::<bool, Error>(true)
-    };
-    noted.await.context(context)
-}
-
 impl FastMedium {
     /// Opens it. `random` gives the numbers of sessions.
     ///
@@ -214,19 +187,21 @@ impl FastMedium {
     async fn open_as(storage: SharedStorage, random: Random, tables: Tables) -> Result<Arc<Self>> {
         let name = storage.name().to_owned();
         let context = || format!("{name} is not usable as a fast medium");
-        let found = read_super(&storage, tables).await.context(context)?;
+        let pages = read_supers(&storage, tables).await;
+        let found = one_of(&pages).and_then(|one| one.fits(tables.len_of(&storage))).context(context)?;
         let Super { id, layout, .. } = found;
+        let differs = |page: &Result<Super>| page.as_ref().is_ok_and(|page| *page != found);
+        if tables == Tables::Whole && !storage.limits().read_only && pages.iter().any(differs) {
+            // Somebody was kept from noting it on both. If that fails again, it is no worse than before.
+            let _ = say_cut(&storage, &found, &pages).await;
+        }
         // After a failed flush a host may show what the medium has not.
         if tables == Tables::Whole {
             let tables = ImageOffset::ZERO.span(layout.data_at());
             reconcile(&*storage, tables).await.context(context)?;
         }
-        let Rows { rows, bad: bad_rows, blind: blind_rows } =
-            read_rows(&storage, tables).await.context(context)?;
-        let may_be_needed = !bad_rows.is_empty() || rows.iter().flatten().any(|row| row.is_needed);
-        let read = read_entries(&storage, &found, &rows, (may_be_needed, tables)).await.context(context)?;
-        // What cannot be read may have a sequence that no row has: a crash left it.
-        let unseen = if read.blind.is_empty() && blind_rows.is_empty() { 0 } else { UNSEEN };
+        let Rows { rows, bad: bad_rows } = read_rows(&storage, tables).await.context(context)?;
+        let read = read_entries(&storage, &found, &rows, (&bad_rows, tables)).await.context(context)?;
         let last = rows.iter().flatten().map(|row| row.last).max();
         let only_read = (tables == Tables::WhatIsLeft).then(|| {
             Error::new(
@@ -243,9 +218,8 @@ impl FastMedium {
             litter: read.litter,
             bad_rows,
             unreadable: read.unreadable,
-            blind_rows,
             blind: read.blind,
-            sequence: read.sequence.max(last.unwrap_or_default()) + unseen,
+            sequence: read.sequence.max(last.unwrap_or_default()),
             random,
             failed: only_read,
         };
@@ -337,24 +311,20 @@ impl FastMedium {
     /// Gives a disk a row, or its row another budget and name. Durable when it returns.
     ///
     /// # Errors
-    /// `NoSpace` when all rows are taken, and the errors of the storage.
+    /// `NoSpace` when all rows are taken, `Refused` for a new one where not all of the tables can be read, and the errors of the storage.
     pub async fn attach(&self, new: NewRow) -> Result<()> {
         let NewRow { uuid, budget, mut name } = new;
         while name.len() > NAME_MAX {
             name.pop();
         }
         let _one = self.tables.lock().await;
+        if lock(&self.state).row_of(uuid).is_none() {
+            self.check_tables()?;
+        }
         let (row, bytes) = {
             let mut state = lock(&self.state);
             let row = match state.row_of(uuid) {
                 Some(row) => row,
-                None if !state.blind_rows.is_empty() => {
-                    let why = format!(
-                        "{}: a row of its tables cannot be read, and may be that of this disk: no other is made for it",
-                        self.name()
-                    );
-                    return Err(Error::new(ErrorKind::Refused, why));
-                }
                 None => state.free_row().ok_or_else(|| {
                     let why = format!("{}: all {ROWS} rows are taken: detach a disk first", self.name());
                     Error::new(ErrorKind::NoSpace, why)
@@ -373,9 +343,14 @@ impl FastMedium {
     /// there was one. Units that are here alone are lost, where `even_needed` allows that.
     ///
     /// # Errors
-    /// `Locked` while the disk is open, `Refused` where units of it may be here alone, and the errors of the storage.
+    /// `Locked` while the disk is open, `Refused` where units of it may be here alone, or not all of the tables can be read, and the
+    /// errors of the storage.
     pub async fn forget(&self, uuid: [u8; 16], even_needed: bool) -> Result<bool> {
         let _one = self.tables.lock().await;
+        if lock(&self.state).row_of(uuid).is_none() {
+            return Ok(false);
+        }
+        self.check_tables()?;
         let row = {
             let mut state = lock(&self.state);
             let Some(row) = state.row_of(uuid) else { return Ok(false) };
@@ -432,6 +407,30 @@ impl FastMedium {
             }
         };
         Ok(OpenRow { medium: self.clone(), row, is_open: AtomicBool::new(true) })
+    }
+
+    /// Whether all of its tables was read, so that it can get something.
+    ///
+    /// # Errors
+    /// `Refused`, with what is to be done, where sectors of them cannot be read, or it was cut off.
+    pub fn check_tables(&self) -> Result<()> {
+        let state = lock(&self.state);
+        if state.blind.is_empty() && state.bad_rows.is_empty() {
+            return Ok(());
+        }
+        let why = match u64::from(self.layout.slots) * SLOT_BYTES > self.room {
+            true => "it was cut off",
+            false => "a part of its tables is damaged or cannot be read",
+        };
+        Err(Error::new(
+            ErrorKind::Refused,
+            format!(
+                "{}: {why}: nothing is copied to it, and no disk is attached to it or taken from it. What it has is read: bring it home \
+                 (`vellum tier move --back --all --fast PATH IMAGE`), then detach the image (`vellum tier detach IMAGE`) and use \
+                 another medium",
+                self.name()
+            ),
+        ))
     }
 
     fn check_failed(&self) -> Result<()> {
@@ -659,6 +658,7 @@ impl OpenRow {
     /// Whether anything can be promoted.
     pub(crate) fn check(&self) -> Result<()> {
         self.medium.check_failed()?;
+        self.medium.check_tables()?;
         match self.medium.storage.limits().read_only {
             true => Err(Error::new(ErrorKind::ReadOnly, format!("{} is read-only", self.medium.name()))),
             false => Ok(()),

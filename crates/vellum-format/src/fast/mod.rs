@@ -14,16 +14,18 @@
 //!    most. So an image that was copied, and a medium that was, can miss copies and not read wrong ones.
 //!
 //! `layout` is every byte on the medium (`docs/format/fast.md`), `medium` is an open one, with what is
-//! `known` of it in memory.
+//! `known` of it in memory, and `cut` notes where it ends.
 
+mod cut;
 mod known;
 mod layout;
 mod medium;
 mod named;
 mod tables;
 
+pub use cut::note_cut;
 pub use layout::{FastId, Reason, SLOT_BYTES};
-pub use medium::{FastCounts, FastMedium, NewRow, RowFacts, create, note_cut};
+pub use medium::{FastCounts, FastMedium, NewRow, RowFacts, create};
 pub(crate) use medium::{OpenRow, Part};
 pub use named::{
     Demoted, FAST_NAME_MAX, Moved, NamedFast, Promoted, Promotion, STRIP_PARTS, TierFacts, Tiers,

@@ -3,8 +3,7 @@
 //! 1. Where nothing was ever written nothing is read.
 //! 2. An entry that cannot be read, and may be needed, keeps its bytes; so few that no memory to speak of is taken.
 //! 3. A medium that is opened for what is left of it is never written. So of its tables that may be blank which cannot be read.
-//! 4. What cannot be read is known by sectors. One that is written keeps such sectors as they are: no row there is taken, and no
-//!    slot of theirs is free. Of a medium that is no medium any more there are too many.
+//! 4. What cannot be read is known by sectors. One that is written keeps such sectors as they are, and gets nothing new. Of a medium that is no medium any more there are too many.
 
 use roaring::RoaringBitmap;
 use vellum_core::{BlockSize, Buffer, Error, ImageOffset, ImageSpan, Result, SharedStorage};
@@ -34,6 +33,14 @@ pub(super) enum Tables {
 }
 
 impl Tables {
+    /// How long the medium must seem to be.
+    pub(super) fn len_of(self, storage: &SharedStorage) -> u64 {
+        match self {
+            Self::Whole => storage.len(),
+            Self::WhatIsLeft => u64::MAX,
+        }
+    }
+
     /// The bytes of a span, zeros for sectors of it that cannot be read, and which ones these are, counted from its start.
     async fn read(self, storage: &SharedStorage, span: ImageSpan) -> Result<(Vec<u8>, Vec<u32>)> {
         let read = async |span: ImageSpan| {
@@ -71,23 +78,30 @@ impl Tables {
     }
 }
 
-/// What a superblock says: of the first page, unless that is damaged or cannot be read.
-pub(super) async fn read_super(storage: &SharedStorage, tables: Tables) -> Result<Super> {
-    let len = match tables {
-        Tables::Whole => storage.len(),
-        Tables::WhatIsLeft => u64::MAX,
-    };
+/// What both superblocks say.
+pub(super) async fn read_supers(storage: &SharedStorage, tables: Tables) -> [Result<Super>; 2] {
     let page = async |number: u64| {
         let span = ImageOffset::new(number * SUPER_LEN as u64).span(SUPER_LEN as u64);
         if tables == Tables::Whole {
             reconcile(&**storage, span).await?;
         }
         let read = storage.read(span.start(), Buffer::for_overwrite(SUPER_LEN)).await?;
-        parse_super(&read.to_vec(), len)
+        parse_super(&read.to_vec())
     };
-    match page(0).await {
-        Err(error) => page(1).await.map_err(|_| error),
-        found => found,
+    [page(0).await, page(1).await]
+}
+
+/// What counts of them: the first, unless that is damaged or cannot be read, or the other one says that more of the medium was cut off.
+///
+/// # Errors
+/// What is wrong with the first, where neither is good.
+pub(super) fn one_of(pages: &[Result<Super>; 2]) -> Result<Super> {
+    match pages {
+        [Ok(first), Ok(copy)] if first.id == copy.id && first.layout == copy.layout => {
+            Ok(if copy.len() < first.len() { *copy } else { *first })
+        }
+        [Ok(one), _] | [Err(_), Ok(one)] => Ok(*one),
+        [Err(error), Err(_)] => Err(error.clone()),
     }
 }
 
@@ -102,14 +116,11 @@ pub(super) struct Rows {
     pub(super) rows: Vec<Option<Row>>,
     /// Those that are damaged, or cannot be read.
     pub(super) bad: RoaringBitmap,
-    /// Those that cannot be read.
-    pub(super) blind: RoaringBitmap,
 }
 
 /// The rows, and which of them are damaged.
 pub(super) async fn read_rows(storage: &SharedStorage, tables: Tables) -> Result<Rows> {
     let (mut rows, mut bad) = (Vec::with_capacity(usize::from(ROWS)), RoaringBitmap::new());
-    let mut blind = RoaringBitmap::new();
     let mut rest = Layout::rows();
     while !rest.is_empty() {
         let (now, later) = rest.split_at(PIECE_LEN as u64);
@@ -119,7 +130,7 @@ pub(super) async fn read_rows(storage: &SharedStorage, tables: Tables) -> Result
         } else {
             let (bytes, unread) = tables.read(storage, now).await?;
             let first = u32::try_from(rows.len()).expect("at most 1024");
-            blind.extend(unread.iter().map(|sector| first + sector));
+            bad.extend(unread.iter().map(|sector| first + sector));
             for bytes in bytes.chunks(ROW_LEN) {
                 let number = u16::try_from(rows.len()).expect("at most 1024");
                 let row = Row::parse(number, bytes);
@@ -131,8 +142,7 @@ pub(super) async fn read_rows(storage: &SharedStorage, tables: Tables) -> Result
         }
         rest = later;
     }
-    bad |= &blind;
-    Ok(Rows { rows, bad, blind })
+    Ok(Rows { rows, bad })
 }
 
 /// The entries.
@@ -142,7 +152,8 @@ pub(super) struct Entries {
     pub(super) litter: RoaringBitmap,
     /// Those that may be needed.
     pub(super) unreadable: HashMap<u32, [u8; ENTRY_LEN]>,
-    /// Slots whose entries lie in sectors that cannot be read, or say nothing because their slots were cut off.
+    /// Slots whose entries lie in sectors that cannot be read, may be of a row that is damaged, or say nothing because their slots
+    /// were cut off.
     pub(super) blind: RoaringBitmap,
     /// The highest.
     pub(super) sequence: u64,
@@ -153,8 +164,9 @@ pub(super) async fn read_entries(
     storage: &SharedStorage,
     found: &Super,
     rows: &[Option<Row>],
-    (may_be_needed, tables): (bool, Tables),
+    (bad_rows, tables): (&RoaringBitmap, Tables),
 ) -> Result<Entries> {
+    let may_be_needed = rows.iter().flatten().any(|row| row.is_needed);
     // What a slot that was cut off had is lost in any case.
     let layout = found.layout;
     let slots = match tables {
@@ -198,6 +210,10 @@ pub(super) async fn read_entries(
             }
             read.entries.push(entry);
             if entry.is_some() || bytes.iter().all(|byte| *byte == 0) {
+                continue;
+            }
+            if tables == Tables::Whole && !bad_rows.is_empty() {
+                read.blind.insert(slot); // it may be of such a row
                 continue;
             }
             if !may_be_needed || tables == Tables::WhatIsLeft {

@@ -340,7 +340,8 @@ pub(crate) fn what_the_tables_have_lost_is_overwritten_as_a_whole() -> Trial {
     })
 }
 
-/// Sectors of the tables that nobody needs cannot be read: the medium is used, and nothing is written there.
+/// Sectors of the tables cannot be read: what the medium has goes home, nothing is written there, and nothing new comes, since an
+/// older copy of it may be in what is not seen.
 pub(crate) fn a_bad_sector_of_the_tables_does_not_keep_the_units_there() -> Trial {
     let both = Both::new();
     both.world.run(async {
@@ -366,24 +367,33 @@ pub(crate) fn a_bad_sector_of_the_tables_does_not_keep_the_units_there() -> Tria
                 ..OpenOptions::default()
             };
             let disk = Native::open(image, both.below(), options).await.map_err(chain)?;
-            let promoted = disk.promote(promotion_of(4)).await.map_err(chain)?;
+            let promoted = disk.promote(promotion_of(4)).await;
+            let row = NewRow { uuid: [8; 16], budget: 0, name: String::new() };
+            let attached = medium.attach(row).await;
+            let mut units = 4;
+            if within.start() == ImageOffset::ZERO {
+                let promoted = promoted.map_err(chain)?;
+                ensure(promoted.units == 1, format!("{promoted:?}"))?;
+                attached.map_err(chain)?;
+                ensure(medium.forget([8; 16], false).await.map_err(chain)?, "it is forgotten")?;
+                units = 5;
+            } else {
+                is_refused("promoted", promoted, ErrorKind::Refused)?;
+                is_refused("attached", attached, ErrorKind::Refused)?;
+            }
             if within == entries {
-                // Whose these slots are is not known.
                 has_all_but(&disk, &[0, 1, 2, 3], "without its entries").await?;
-                ensure(promoted.no_room == 1 && medium.free_bytes() == 0, format!("{promoted:?}"))?;
+                disk.close().await.map_err(chain)?;
+                drop(disk);
+                for row in medium.rows() {
+                    is_refused("forgotten", medium.forget(row.uuid, true).await, ErrorKind::Refused)?;
+                }
             } else {
                 has_all_but(&disk, &[], "but for a sector that nobody needs").await?;
-                ensure(promoted.units == 1, format!("{promoted:?}"))?;
-                let row = NewRow { uuid: [8; 16], budget: 0, name: String::new() };
-                let attached = medium.attach(row).await;
-                match within.start() == ImageOffset::ZERO {
-                    true => attached.map_err(chain)?,
-                    false => is_refused("attached", attached, ErrorKind::Refused)?,
-                }
                 let done = disk.demote(&all).await.map_err(chain)?;
-                ensure(done.units == 5 && done.left.is_empty(), format!("{done:?}"))?;
+                ensure(done.units == units && done.left.is_empty(), format!("{done:?}"))?;
+                disk.close().await.map_err(chain)?;
             }
-            disk.close().await.map_err(chain)?;
             let is_written = |event: &vellum_sim::Event| {
                 event.operation() == Operation::Write && !event.span().intersect(within).is_empty()
             };
@@ -427,9 +437,8 @@ pub(crate) fn what_was_cut_off_stays_lost() -> Trial {
             is_refused("longer again", read, ErrorKind::Io)?;
             put(&disk, unit, 9).await?;
         }
-        // No slot that was cut off is used again.
-        let promoted = disk.promote(promotion_of(4)).await.map_err(chain)?;
-        ensure(promoted.units == 1, format!("{promoted:?}"))?;
+        // An older copy may be in what was cut off, so no newer one is made.
+        is_refused("promoted", disk.promote(promotion_of(4)).await, ErrorKind::Refused)?;
         disk.close().await.map_err(chain)?;
         drop(disk);
         let behind = slot(2).start();
@@ -440,6 +449,59 @@ pub(crate) fn what_was_cut_off_stays_lost() -> Trial {
         for (unit, value) in [(0, 1), (1, 2), (2, 9), (3, 9), (4, 5)] {
             reads(&disk, unit, value, "when all is overwritten").await?;
         }
+        disk.close().await.map_err(chain)
+    })
+}
+
+/// Where a medium was cut off is noted on both superblocks, at the latest when it is used again.
+pub(crate) fn a_cut_that_was_noted_once_counts() -> Trial {
+    let both = Both::new();
+    both.world.run(async {
+        four_moved(&both).await?;
+        let copy = ImageOffset::new(4096).span(4096);
+        for opens in [false, true] {
+            let content = both.fast.content();
+            let faults = DriveOptions { faults: both.faults.clone(), ..DriveOptions::default() };
+            let cut = Drive::from_content(&both.world, content, faults);
+            let len = cut.len();
+            cut.set_len(slot(2).start().bytes()).await.map_err(chain)?;
+            let storage: SharedStorage = cut.clone();
+            both.faults.add(Fault { within: Some(copy), ..Fault::nth(Operation::Write, 0) });
+            is_refused("one page", note_cut(&storage).await, ErrorKind::Io)?;
+            both.faults.clear();
+            if opens {
+                FastMedium::open(storage.clone(), Random::from_seed(6)).await.map_err(chain)?;
+            } else {
+                ensure(!note_cut(&storage).await.map_err(chain)?, "that is known")?;
+            }
+            cut.set_len(len).await.map_err(chain)?;
+            for damaged in [0, 4096] {
+                let longer = both.copy_of(&cut);
+                let page = Buffer::zeroed(4096);
+                longer.write(ImageOffset::new(damaged), page).await.map_err(chain)?;
+                let medium = FastMedium::open(longer, Random::from_seed(6)).await.map_err(chain)?;
+                let room = medium.room_bytes();
+                ensure(room == 2 * UNIT, format!("{opens} {damaged}: room for {room} bytes"))?;
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Of a row that is damaged nothing is known, and no other one suffers for it: not even if it had more than is kept in memory.
+pub(crate) fn a_damaged_row_keeps_no_other_disk_away() -> Trial {
+    let both = Both::new();
+    both.world.run(async {
+        four_moved(&both).await?;
+        let other = both.copy_of(&both.fast);
+        other.write(ROWS_AT + 512, Buffer::copy_of(&[7; 512])).await.map_err(chain)?;
+        let entries = ImageOffset::new(ENTRIES_AT + 512);
+        other.write(entries, Buffer::copy_of(&[7; 512])).await.map_err(chain)?;
+        let disk = open_with(&both, &both.image, Some(&other), false).await.map_err(chain)?;
+        has_all_but(&disk, &[], "beside a damaged row").await?;
+        is_refused("promoted", disk.promote(promotion_of(4)).await, ErrorKind::Refused)?;
+        let done = disk.demote(&[GuestOffset::ZERO.span(UNITS * UNIT)]).await.map_err(chain)?;
+        ensure(done.units == 4 && done.left.is_empty(), format!("{done:?}"))?;
         disk.close().await.map_err(chain)
     })
 }
@@ -479,5 +541,7 @@ fn salvaged() {
     what_is_lost_is_overwritten_as_a_whole().unwrap();
     a_bad_sector_of_the_tables_does_not_keep_the_units_there().unwrap();
     what_was_cut_off_stays_lost().unwrap();
+    a_cut_that_was_noted_once_counts().unwrap();
+    a_damaged_row_keeps_no_other_disk_away().unwrap();
     what_the_tables_have_lost_is_overwritten_as_a_whole().unwrap();
 }

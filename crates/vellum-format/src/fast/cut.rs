@@ -1,0 +1,62 @@
+//! What is noted on a fast medium that was cut off: how long it is.
+//!
+//! ```text
+//!   shorter than its superblock says ► one page ► flush: commit point ► the other page ► flush      then units are read from it
+//! ```
+//!
+//! 1. Slots have no checksums: nothing else would tell what was cut off from zeros, once the storage is longer again.
+//! 2. The page that says less counts. So a crash, or a failing write, between the two leaves what was noted; the next one that opens the
+//!    medium for writing, or notes it, finishes it.
+
+use vellum_core::{Buffer, Context, Error, ErrorKind, ImageOffset, Result, SharedStorage};
+
+use super::layout::{SUPER_LEN, Super};
+use super::tables::{Tables, one_of, read_supers};
+
+/// Notes on a medium that is shorter than it was, durably, how long it is: what is gone does not count from then on, even if the
+/// medium becomes longer again, and the rest can be read. Whether that was so. What an earlier call could not finish is finished.
+///
+/// # Errors
+/// `Changed` when nothing but tables is left, and the errors of the storage.
+pub async fn note_cut(storage: &SharedStorage) -> Result<bool> {
+    let context = || format!("{}: can't note that it was cut off", storage.name());
+    let pages = read_supers(storage, Tables::WhatIsLeft).await;
+    let found = one_of(&pages).context(context)?;
+    let cut_at = storage.len().min(found.len());
+    if cut_at < found.layout.data_at() {
+        let why = format!("it has {cut_at} bytes, which are not even its tables");
+        return Err(Error::new(ErrorKind::Changed, why)).context(context);
+    }
+    let is_new = cut_at < found.len();
+    if found.cut_at.is_some() || is_new {
+        say_cut(storage, &Super { cut_at: Some(cut_at), ..found }, &pages).await.context(context)?;
+    }
+    Ok(is_new)
+}
+
+/// Makes both pages say so. One that cannot be read need not be written either, if the other says it.
+pub(super) async fn say_cut(
+    storage: &SharedStorage,
+    wanted: &Super,
+    pages: &[Result<Super>; 2],
+) -> Result<()> {
+    let mut failed = None;
+    let mut say = 0;
+    for (number, page) in pages.iter().enumerate() {
+        if page.as_ref().is_ok_and(|page| page == wanted) {
+            say += 1;
+            continue;
+        }
+        let at = ImageOffset::new((number * SUPER_LEN) as u64);
+        let written = async {
+            storage.write(at, Buffer::copy_of(&wanted.encode())).await?;
+            storage.flush().await // commit point of the first: an opening believes the page that says less
+        };
+        match written.await {
+            Ok(()) => say += 1,
+            Err(error) if page.is_err() => failed = Some(error),
+            Err(error) => return Err(error),
+        }
+    }
+    failed.filter(|_| say == 0).map_or(Ok(()), Err)
+}

@@ -17,6 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use vellum_core::pin::Pin;
 use vellum_core::{Context, Error, ErrorKind, Result, SharedStorage};
+use vellum_format::FormatKind;
 use vellum_format::image::{ClosedSnapshots, Growth};
 
 use crate::hydrate::is_whole;
@@ -123,7 +124,7 @@ impl Chain {
         format.may_grow(&top.storage, size).await?;
         self.close_top().await?;
         let top = &self.top;
-        let grown = match top.head.is_encrypted() {
+        let grown = match top.head.is_encrypted() && top.head.kind() == FormatKind::Qcow2 {
             // What its last cluster has behind the old end may have to become zero.
             true => {
                 let (secrets, offload) = (self.options.secrets.clone(), self.options.offload.clone());

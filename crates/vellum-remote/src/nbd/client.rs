@@ -199,7 +199,7 @@ impl Client {
         let unanswered = session.into_left();
         if let Err(error) = &ended {
             tracing::debug!("{}: {}", self.desk.name(), error.chain());
-            self.desk.down(clock.now(), error, unanswered);
+            self.desk.lost(clock.now(), error, unanswered, *answered > 0);
         }
         ended
     }

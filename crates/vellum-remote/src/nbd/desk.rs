@@ -10,8 +10,8 @@
 //! 2. Only what changes nothing is held over a lost connection. A change that was sent and not answered may still be
 //!    carried out by the old connection's server, also after later changes: it is never sent again. The storage
 //!    then counts as poisoned, as it does when answered changes were not flushed.
-//! 3. A request is held since the first connection that was lost under it, until it is answered: a handshake is no answer, and a server
-//!    that goes no further would hold it for ever.
+//! 3. A request is held since the last connection that has brought an answer, to whichever request: a handshake is no answer, and a
+//!    server that goes no further would hold it for ever.
 //! 4. Nothing here waits, and the lock is held for nanoseconds.
 
 use std::collections::VecDeque;
@@ -54,7 +54,7 @@ pub(super) enum Answer {
 /// A request, with the place where its answer goes.
 pub(super) struct Job {
     pub(super) ask: Ask,
-    /// Since when it has been held: since there was no connection, or one was lost before it was answered.
+    /// Since when it has been held: since there was no connection, or one was lost, and none has brought an answer.
     pub(super) held_since: Option<Duration>,
     /// For a flush: this many changes had been answered when it was sent.
     pub(super) covers: u64,
@@ -156,7 +156,15 @@ impl Desk {
 
     /// The connection is gone, and these requests were on it, in the order in which they were sent.
     pub(super) fn down(&self, now: Duration, why: &Error, on_the_wire: Vec<Job>) {
+        self.lost(now, why, on_the_wire, false);
+    }
+
+    /// As above, of a connection that has brought answers or has not.
+    pub(super) fn lost(&self, now: Duration, why: &Error, mut on_the_wire: Vec<Job>, has_answered: bool) {
         let mut state = lock(&self.state);
+        if has_answered {
+            on_the_wire.iter_mut().chain(&mut state.queue).for_each(|job| job.held_since = None);
+        }
         let has_changes = on_the_wire.iter().any(|job| job.ask.is_change());
         if has_changes || state.answered > state.flushed {
             self.poison(&mut state, &why.clone().context("the connection was lost before a flush"));

@@ -29,6 +29,9 @@ const MESSAGE_BYTES_MAX: usize = 4096;
 /// The longest status, in bytes.
 const STATUS_BYTES_MAX: u32 = 32 << 20;
 
+/// A reply may name several errors: more than these are none.
+const ERRORS_MAX: u32 = 1024;
+
 /// A request on the wire, and what has come of its reply.
 pub(super) struct Sent {
     job: Job,
@@ -36,6 +39,8 @@ pub(super) struct Sent {
     covered: Vec<(usize, usize)>,
     runs: Option<Vec<Run>>,
     failed: Option<Error>,
+    /// How many chunks of errors have come.
+    errors: u32,
 }
 
 impl Sent {
@@ -125,7 +130,7 @@ impl<'a> Session<'a> {
             let bytes = request_bytes(&job.ask, cookie);
             self.pending
                 .borrow_mut()
-                .insert(cookie, Sent { job, covered: Vec::new(), runs: None, failed: None });
+                .insert(cookie, Sent { job, covered: Vec::new(), runs: None, failed: None, errors: 0 });
             self.stream.write_all(bytes).await?;
         }
     }
@@ -315,6 +320,10 @@ fn fail(sent: &mut Sent, name: &str, code: u32, says: &str) -> Result<()> {
         Ask::Status { .. } => "question for the block status",
     };
     let says = if says.is_empty() { String::new() } else { format!(": {says}") };
+    sent.errors += 1;
+    if sent.errors > ERRORS_MAX {
+        return Err(broken("it says too often why a request has failed")); // without end, it would look like life
+    }
     let error = Error::new(kind, format!("{name}: the server fails a {what} with NBD error {code}{says}"));
     sent.failed.get_or_insert(error);
     Ok(())

@@ -262,10 +262,16 @@ pub async fn open_medium(path: &Path) -> Result<Arc<FastMedium>> {
     open_on(open_storage(path).await?).await.context(context(path))
 }
 
-/// As above, to bring back what is there. A medium that was cut off says so from then on.
-async fn medium_to_bring_back(path: &Path) -> Result<Arc<FastMedium>> {
+/// As above, to bring back what is there of this image. A medium that was cut off says so from then on, if it is the image's.
+async fn medium_to_bring_back(path: &Path, image: &Path, options: &ImageOptions) -> Result<Arc<FastMedium>> {
+    let named = {
+        let (storage, kind) = open_file(image, options).await?;
+        kind.format().read(&*storage).await?.fast()
+    };
     let storage = open_storage(path).await?;
-    if note_cut(&storage).await.context(context(path))? {
+    if let Some(named) = named
+        && note_cut(&storage, named.id).await.context(context(path))?
+    {
         tracing::warn!(
             "{} was cut off: what was behind its end stays lost, also if it is made longer again",
             path.display()
@@ -540,7 +546,7 @@ pub async fn demote(
     ranges: &Ranges,
     options: &ImageOptions,
 ) -> Result<DemotedUnits> {
-    let medium = medium_to_bring_back(fast).await?;
+    let medium = medium_to_bring_back(fast, image, options).await?;
     // What its tables have lost is no reason to leave the rest there.
     let options = ImageOptions { fast: Some(medium), salvages: true, ..options.clone() };
     let chain = open_image(image, &options).await?;

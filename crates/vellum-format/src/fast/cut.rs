@@ -10,18 +10,22 @@
 
 use vellum_core::{Buffer, Context, Error, ErrorKind, ImageOffset, Result, SharedStorage};
 
-use super::layout::{SUPER_LEN, Super};
+use super::layout::{FastId, SUPER_LEN, Super};
 use super::tables::{Tables, one_of, read_supers};
 
 /// Notes on a medium that is shorter than it was, durably, how long it is: what is gone does not count from then on, even if the
 /// medium becomes longer again, and the rest can be read. Whether that was so. What an earlier call could not finish is finished.
+/// A medium with another id is left alone.
 ///
 /// # Errors
 /// `Changed` when nothing but tables is left, and the errors of the storage.
-pub async fn note_cut(storage: &SharedStorage) -> Result<bool> {
+pub async fn note_cut(storage: &SharedStorage, id: FastId) -> Result<bool> {
     let context = || format!("{}: can't note that it was cut off", storage.name());
     let pages = read_supers(storage, Tables::WhatIsLeft).await;
     let found = one_of(&pages).context(context)?;
+    if found.id != id {
+        return Ok(false);
+    }
     let cut_at = storage.len().min(found.len());
     if cut_at < found.layout.data_at() {
         let why = format!("it has {cut_at} bytes, which are not even its tables");
@@ -34,29 +38,19 @@ pub async fn note_cut(storage: &SharedStorage) -> Result<bool> {
     Ok(is_new)
 }
 
-/// Makes both pages say so. One that cannot be read need not be written either, if the other says it.
+/// Makes both pages say so. One that cannot be written may be read again some day, so that is an error.
 pub(super) async fn say_cut(
     storage: &SharedStorage,
     wanted: &Super,
     pages: &[Result<Super>; 2],
 ) -> Result<()> {
-    let mut failed = None;
-    let mut say = 0;
     for (number, page) in pages.iter().enumerate() {
         if page.as_ref().is_ok_and(|page| page == wanted) {
-            say += 1;
             continue;
         }
         let at = ImageOffset::new((number * SUPER_LEN) as u64);
-        let written = async {
-            storage.write(at, Buffer::copy_of(&wanted.encode())).await?;
-            storage.flush().await // commit point of the first: an opening believes the page that says less
-        };
-        match written.await {
-            Ok(()) => say += 1,
-            Err(error) if page.is_err() => failed = Some(error),
-            Err(error) => return Err(error),
-        }
+        storage.write(at, Buffer::copy_of(&wanted.encode())).await?;
+        storage.flush().await?; // commit point of the first: an opening believes the page that says less
     }
-    failed.filter(|_| say == 0).map_or(Ok(()), Err)
+    Ok(())
 }

@@ -3,7 +3,7 @@
 use roaring::RoaringBitmap;
 use vellum_core::{Error, Random};
 
-use super::layout::{ENTRY_LEN, Entry, ROWS, Row};
+use super::layout::{Entry, ROWS, Row};
 use crate::hash::HashMap;
 
 /// Who has a row open.
@@ -33,7 +33,6 @@ pub(super) struct State {
     pub(super) litter: RoaringBitmap,
     /// Rows that cannot be read, and entries that may be needed and cannot be read.
     pub(super) bad_rows: RoaringBitmap,
-    pub(super) unreadable: HashMap<u32, [u8; ENTRY_LEN]>,
     /// Slots of whose entries nothing is known, or which were cut off.
     pub(super) blind: RoaringBitmap,
     /// The highest of all entries and rows.
@@ -65,7 +64,7 @@ impl State {
             let used = entry.filter(|one| newest.get(&(one.row, one.unit)) == Some(&one.sequence));
             match used {
                 Some(entry) => self.used[usize::from(entry.row)] += 1,
-                None if self.unreadable.contains_key(&slot) || self.blind.contains(slot) => {}
+                None if self.blind.contains(slot) => {}
                 None => {
                     self.free.insert(slot);
                     if entry.is_some() {

@@ -11,11 +11,10 @@
 //! 3. A slot that is free keeps its entry until something is promoted next: it is blanked before any slot is written, and
 //!    before any entry is. So an entry never outlives its bytes, and of a unit of a disk there is one promotion at most.
 //! 4. Entries of one sector are written together, from memory, one write of the tables at a time.
-//! 5. While a row says that it is needed, an entry that is damaged may be that of a unit which is here alone. It keeps its bytes and
-//!    its slot.
+//! 5. While a row says that it is needed, an entry that is damaged may be that of a unit which is here alone.
 //! 6. Before anything is written, the storage must be as long as it was: what was cut off would come back as zeros. Where the
 //!    superblock says that it was cut off, that is as long as it was found then, and no slot behind counts or is given out.
-//! 7. While a row is damaged, a sector of the tables cannot be read, or the medium was cut off, only rows of disks that have one are written. What it
+//! 7. While a row is damaged, or such an entry, a sector of the tables cannot be read, or the medium was cut off, only rows of disks that have one are written. What it
 //!    has is read and goes home; it gets nothing new, and no disk comes or leaves. An entry that is not seen cannot be blanked (3),
 //!    and the sector may be read again some day.
 
@@ -115,8 +114,8 @@ pub(crate) struct Part {
 /// An open fast medium.
 pub struct FastMedium {
     storage: SharedStorage,
-    /// What can be read of it, in bytes.
-    len: u64,
+    /// What can be read of it, in bytes: the least that it was ever seen to have. What was gone comes back as zeros.
+    len: AtomicU64,
     /// How long it must be to be written, in bytes.
     needs: u64,
     /// So many bytes of copies it has room for.
@@ -201,7 +200,8 @@ impl FastMedium {
             reconcile(&*storage, tables).await.context(context)?;
         }
         let Rows { rows, bad: bad_rows } = read_rows(&storage, tables).await.context(context)?;
-        let read = read_entries(&storage, &found, &rows, (&bad_rows, tables)).await.context(context)?;
+        let read =
+            read_entries(&storage, &found, &rows, (!bad_rows.is_empty(), tables)).await.context(context)?;
         let last = rows.iter().flatten().map(|row| row.last).max();
         let only_read = (tables == Tables::WhatIsLeft).then(|| {
             Error::new(
@@ -217,7 +217,6 @@ impl FastMedium {
             free: RoaringBitmap::new(),
             litter: read.litter,
             bad_rows,
-            unreadable: read.unreadable,
             blind: read.blind,
             sequence: read.sequence.max(last.unwrap_or_default()),
             random,
@@ -225,7 +224,7 @@ impl FastMedium {
         };
         state.find_free();
         Ok(Arc::new(Self {
-            len: storage.len().min(found.len()),
+            len: AtomicU64::new(storage.len().min(found.len())),
             needs: found.len(),
             room: u64::from(found.whole_slots()) * SLOT_BYTES,
             storage,
@@ -280,7 +279,7 @@ impl FastMedium {
     pub fn damage(&self) -> Option<String> {
         let state = lock(&self.state);
         let cut_off = u64::from(self.layout.slots) - self.room / SLOT_BYTES;
-        let entries = state.unreadable.len() as u64 + state.blind.len().saturating_sub(cut_off);
+        let entries = state.blind.len().saturating_sub(cut_off);
         match (state.bad_rows.len(), entries) {
             (0, 0) => None,
             (rows, entries) => Some(format!(
@@ -456,6 +455,7 @@ impl FastMedium {
         self.check_failed()?;
         let looked = self.storage.look_at_len().await;
         let len = self.noticed("can't find out its length", looked)?;
+        self.len.fetch_min(len, Ordering::Relaxed);
         match len >= self.needs {
             true => Ok(()),
             false => {
@@ -531,10 +531,6 @@ impl FastMedium {
             let sector = bytes.len();
             bytes.resize(sector + ENTRY_LEN * ENTRIES_TOGETHER as usize, 0);
             for (slot, place) in (first..self.layout.slots).zip(bytes[sector..].chunks_mut(ENTRY_LEN)) {
-                if let Some(bytes) = state.unreadable.get(&slot) {
-                    place.copy_from_slice(bytes);
-                    continue;
-                }
                 let entry = state.entries[slot as usize];
                 let row = entry.and_then(|entry| state.rows[usize::from(entry.row)].as_ref());
                 if let (Some(entry), Some(row)) = (entry, row) {
@@ -758,14 +754,24 @@ impl OpenRow {
             if piece.is_empty() {
                 break;
             }
-            if (at + piece.len() as u64).bytes() > self.medium.len {
+            let ends_at = self.medium.len.load(Ordering::Relaxed);
+            if (at + piece.len() as u64).bytes() > ends_at {
                 count(read_errors, 1);
-                let why = format!("{} was cut off: it ends at {} bytes", self.medium.name(), self.medium.len);
+                let why = format!("{} was cut off: it ends at {ends_at} bytes", self.medium.name());
                 return Err(Error::new(ErrorKind::Io, why));
             }
             pieces.push(self.medium.storage.read(at, piece));
         }
-        let read = try_join_all(pieces).await.inspect_err(|_| count(read_errors, 1))?;
+        let read = match try_join_all(pieces).await {
+            Ok(read) => read,
+            Err(error) => {
+                count(read_errors, 1);
+                if let Ok(len) = self.medium.storage.look_at_len().await {
+                    self.medium.len.fetch_min(len, Ordering::Relaxed);
+                }
+                return Err(error);
+            }
+        };
         let mut pieces = read.into_iter();
         let mut all = pieces.next().unwrap_or_else(Buffer::empty);
         pieces.for_each(|piece| all.append(piece));

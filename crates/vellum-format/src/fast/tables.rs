@@ -1,25 +1,22 @@
 //! The tables of a fast medium, read when it is opened.
 //!
 //! 1. Where nothing was ever written nothing is read.
-//! 2. An entry that cannot be read, and may be needed, keeps its bytes; so few that no memory to speak of is taken.
+//! 2. An entry that is damaged, and may be needed, is like one that cannot be read: nothing is written there.
 //! 3. A medium that is opened for what is left of it is never written. So of its tables that may be blank which cannot be read.
 //! 4. What cannot be read is known by sectors. One that is written keeps such sectors as they are, and gets nothing new. Of a medium that is no medium any more there are too many.
 
 use roaring::RoaringBitmap;
-use vellum_core::{BlockSize, Buffer, Error, ImageOffset, ImageSpan, Result, SharedStorage};
+use vellum_core::{BlockSize, Buffer, ImageOffset, ImageSpan, Result, SharedStorage};
 
 use super::layout::{
     ENTRIES_TOGETHER, ENTRY_LEN, Entry, Layout, ROW_LEN, ROWS, Row, SUPER_LEN, Super, parse_super,
 };
-use crate::hash::HashMap;
 use crate::truth::reconcile;
 
 /// The table is read in pieces of this many bytes, a multiple of an entry.
 const READ_AT_ONCE: u64 = 1 << 20;
 /// Rows are read in pieces of this many.
 const PIECE_LEN: usize = 64 << 10;
-/// More entries than these that cannot be read are no accident of some sectors.
-const UNREADABLE_MAX: usize = 1 << 16;
 /// More sectors than these that cannot be read, of a piece that is read at once, are no accident either.
 const BAD_SECTORS_MAX: usize = 64;
 
@@ -150,10 +147,8 @@ pub(super) struct Entries {
     pub(super) entries: Vec<Option<Entry>>,
     /// Slots whose entries cannot be read and are not needed.
     pub(super) litter: RoaringBitmap,
-    /// Those that may be needed.
-    pub(super) unreadable: HashMap<u32, [u8; ENTRY_LEN]>,
-    /// Slots whose entries lie in sectors that cannot be read, may be of a row that is damaged, or say nothing because their slots
-    /// were cut off.
+    /// Slots whose entries are damaged and may be needed, lie in sectors that cannot be read, or say nothing because their slots were
+    /// cut off.
     pub(super) blind: RoaringBitmap,
     /// The highest.
     pub(super) sequence: u64,
@@ -164,9 +159,9 @@ pub(super) async fn read_entries(
     storage: &SharedStorage,
     found: &Super,
     rows: &[Option<Row>],
-    (bad_rows, tables): (&RoaringBitmap, Tables),
+    (has_bad_rows, tables): (bool, Tables),
 ) -> Result<Entries> {
-    let may_be_needed = rows.iter().flatten().any(|row| row.is_needed);
+    let may_be_needed = has_bad_rows || rows.iter().flatten().any(|row| row.is_needed);
     // What a slot that was cut off had is lost in any case.
     let layout = found.layout;
     let slots = match tables {
@@ -177,7 +172,6 @@ pub(super) async fn read_entries(
     let mut read = Entries {
         entries: Vec::with_capacity(slots as usize),
         litter: RoaringBitmap::new(),
-        unreadable: HashMap::default(),
         blind: RoaringBitmap::new(),
         sequence: 0,
     };
@@ -212,19 +206,10 @@ pub(super) async fn read_entries(
             if entry.is_some() || bytes.iter().all(|byte| *byte == 0) {
                 continue;
             }
-            if tables == Tables::Whole && !bad_rows.is_empty() {
-                read.blind.insert(slot); // it may be of such a row
-                continue;
-            }
-            if !may_be_needed || tables == Tables::WhatIsLeft {
-                read.litter.insert(slot);
-                continue;
-            }
-            read.unreadable.insert(slot, bytes.try_into().expect("an entry"));
-            if read.unreadable.len() > UNREADABLE_MAX {
-                let why = format!("more than {UNREADABLE_MAX} entries of its table are damaged");
-                return Err(Error::corrupt(why));
-            }
+            match may_be_needed && tables == Tables::Whole {
+                true => read.blind.insert(slot),
+                false => read.litter.insert(slot),
+            };
         }
         rest = later;
     }

@@ -8,7 +8,7 @@ use vellum_core::{
     Storage as _, WriteFlags, ZeroFlags,
 };
 use vellum_format::FormatKind;
-use vellum_format::fast::{FastMedium, NewRow, Tiers, note_cut};
+use vellum_format::fast::{FastId, FastMedium, NewRow, Tiers, note_cut};
 use vellum_format::native::check::check;
 use vellum_format::native::{Native, OpenOptions};
 use vellum_format::report::Repair;
@@ -218,7 +218,7 @@ pub(crate) fn what_the_tables_have_lost_does_not_keep_the_others_there() -> Tria
             disk.discard(unit_span(2).split_at(UNIT - 4096).0, flags).await,
             ErrorKind::Io,
         )?;
-        disk.promote(promotion_of(2)).await.map_err(chain)?;
+        is_refused("promoted", disk.promote(promotion_of(2)).await, ErrorKind::Refused)?;
         disk.close().await.map_err(chain)?;
         drop(disk);
         let storage: SharedStorage = both.image.clone();
@@ -409,14 +409,18 @@ pub(crate) fn what_was_cut_off_stays_lost() -> Trial {
     let both = Both::new();
     both.world.run(async {
         four_moved(&both).await?;
+        let id = FastMedium::open(both.fast.clone(), Random::from_seed(6)).await.map_err(chain)?.id();
         let len = both.fast.len();
         let cut = both.copy_of(&both.fast);
         cut.set_len(slot(2).start().bytes() + 512).await.map_err(chain)?;
         let storage: SharedStorage = cut.clone();
         let opened = async || FastMedium::open(storage.clone(), Random::from_seed(6)).await;
         is_refused("shorter", opened().await, ErrorKind::Changed)?;
-        ensure(note_cut(&storage).await.map_err(chain)?, "it was cut off")?;
-        ensure(!note_cut(&storage).await.map_err(chain)?, "that is known")?;
+        let another = FastId::new([0x99; 16]).expect("an id");
+        ensure(!note_cut(&storage, another).await.map_err(chain)?, "it is another disk's")?;
+        is_refused("still shorter", opened().await, ErrorKind::Changed)?;
+        ensure(note_cut(&storage, id).await.map_err(chain)?, "it was cut off")?;
+        ensure(!note_cut(&storage, id).await.map_err(chain)?, "that is known")?;
         let disk = salvage(&both, Some(opened().await.map_err(chain)?), false).await.map_err(chain)?;
         has_all_but(&disk, &[2, 3], "cut off").await?;
         let done = disk.demote(&[GuestOffset::ZERO.span(UNITS * UNIT)]).await.map_err(chain)?;
@@ -426,7 +430,7 @@ pub(crate) fn what_was_cut_off_stays_lost() -> Trial {
         drop(disk);
         // Zeros in the place of what is gone.
         cut.set_len(len).await.map_err(chain)?;
-        ensure(!note_cut(&storage).await.map_err(chain)?, "it is as long as it was")?;
+        ensure(!note_cut(&storage, id).await.map_err(chain)?, "it is as long as it was")?;
         let refused = open_with(&both, &both.image, Some(&cut), false).await;
         is_refused("longer again", refused, ErrorKind::Changed)?;
         let medium = opened().await.map_err(chain)?;
@@ -459,6 +463,7 @@ pub(crate) fn a_cut_that_was_noted_once_counts() -> Trial {
     both.world.run(async {
         four_moved(&both).await?;
         let copy = ImageOffset::new(4096).span(4096);
+        let id = FastMedium::open(both.fast.clone(), Random::from_seed(6)).await.map_err(chain)?.id();
         for opens in [false, true] {
             let content = both.fast.content();
             let faults = DriveOptions { faults: both.faults.clone(), ..DriveOptions::default() };
@@ -467,12 +472,12 @@ pub(crate) fn a_cut_that_was_noted_once_counts() -> Trial {
             cut.set_len(slot(2).start().bytes()).await.map_err(chain)?;
             let storage: SharedStorage = cut.clone();
             both.faults.add(Fault { within: Some(copy), ..Fault::nth(Operation::Write, 0) });
-            is_refused("one page", note_cut(&storage).await, ErrorKind::Io)?;
+            is_refused("one page", note_cut(&storage, id).await, ErrorKind::Io)?;
             both.faults.clear();
             if opens {
                 FastMedium::open(storage.clone(), Random::from_seed(6)).await.map_err(chain)?;
             } else {
-                ensure(!note_cut(&storage).await.map_err(chain)?, "that is known")?;
+                ensure(!note_cut(&storage, id).await.map_err(chain)?, "that is known")?;
             }
             cut.set_len(len).await.map_err(chain)?;
             for damaged in [0, 4096] {

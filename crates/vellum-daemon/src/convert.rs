@@ -431,7 +431,7 @@ impl Copying<'_> {
             }
         };
         (self.progress)(Step::Begins(size));
-        // What nobody has written in a luks image reads as random bytes, so its zeros are data.
+        // Parts of a luks image that were never written read as random bytes, so zeros have to be written.
         let zeros_are_data = how.format == FormatKind::Luks;
         let is_fresh = !how.fills_existing && !target.top().storage.limits().fixed_len && !zeros_are_data;
         let copying = CopyOptions {

@@ -14,7 +14,7 @@ use vellum_layer::Chain;
 pub enum MeasuredFormat {
     /// A raw image.
     Raw,
-    /// A raw LUKS image with so many bytes before its data.
+    /// A raw LUKS image, and the number of bytes before its data.
     Luks(u64),
     /// A qcow2 image with these options.
     Qcow2(Box<qcow2::CreateOptions>),

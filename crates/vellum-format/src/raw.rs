@@ -252,13 +252,7 @@ impl Format for RawFormat {
                 return Err(Error::invalid("a raw disk has no metadata: use --preallocation falloc or full"));
             }
             self.resize(image, size, false).await?;
-            let reserved = reserve(&**image, before, size, growth.reserve).await;
-            if reserved.is_err() {
-                // Nothing was written behind the old end.
-                image.set_len(before).await?;
-            }
-            reserved?;
-            image.flush().await
+            reserve_added(&**image, before, size, growth.reserve).await
         })
     }
 
@@ -332,6 +326,16 @@ impl Head for Len {
 /// Zeros are written in pieces of this many bytes, and space is reserved in pieces of this many.
 const WRITTEN_AT_ONCE: u64 = 1 << 20;
 const RESERVED_AT_ONCE: u64 = 256 << 20;
+
+/// Reserves space for what was added from `before` to `size`, or takes it away again. Durable when it returns.
+pub(crate) async fn reserve_added(image: &dyn Storage, before: u64, size: u64, how: Reserve) -> Result<()> {
+    let reserved = reserve(image, before, size, how).await;
+    if reserved.is_err() {
+        image.set_len(before).await?; // nothing was written behind the old end
+    }
+    image.flush().await?;
+    reserved
+}
 
 /// Reserves space from `before` to `size`.
 pub(crate) async fn reserve(image: &dyn Storage, before: u64, size: u64, how: Reserve) -> Result<()> {

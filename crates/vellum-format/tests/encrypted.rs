@@ -20,7 +20,7 @@ use vellum_core::{
 };
 use vellum_format::FormatKind;
 use vellum_format::image::OpenOptions as AnyOptions;
-use vellum_format::luks::{KeyChange, Secret, Secrets, change_keys};
+use vellum_format::luks::{KeyArea, KeyChange, KeysChanged, Secret, Secrets, change_keys};
 use vellum_format::qcow2::check::check;
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Preallocation, Qcow2, create};
 use vellum_format::report::Repair;
@@ -348,6 +348,24 @@ impl Storage for Failing {
     }
 }
 
+/// Changes the keys of an image one write or flush of which fails.
+async fn change_failing(
+    image: &Arc<MemoryStorage>,
+    area: KeyArea,
+    random: &mut Random,
+    fails: usize,
+    change: &KeyChange,
+) -> Result<KeysChanged> {
+    let mut chance = |bytes: &mut [u8]| {
+        random.fill(bytes);
+        Ok(())
+    };
+    let place: Arc<dyn vellum_core::Offload> = Arc::new(Inline);
+    let failing: SharedStorage =
+        Arc::new(Failing { image: image.clone(), fails, changes: AtomicUsize::new(0) });
+    change_keys(area, &failing, &secrets(&[SECRET]), change, &mut chance, &place).await
+}
+
 /// A change of keys that fails says what may be so, and can be repeated.
 #[test]
 fn keys_on_a_drive_that_fails_are_told_as_they_are() {
@@ -358,14 +376,7 @@ fn keys_on_a_drive_that_fails_are_told_as_they_are() {
         let area = FormatKind::Qcow2.format().read(&*shared).await.unwrap().key_area().unwrap();
         let mut random = Random::from_seed(6);
         let mut change = async |fails: usize, change: &KeyChange| {
-            let mut chance = |bytes: &mut [u8]| {
-                random.fill(bytes);
-                Ok(())
-            };
-            let place: Arc<dyn vellum_core::Offload> = Arc::new(Inline);
-            let failing: SharedStorage =
-                Arc::new(Failing { image: image.clone(), fails, changes: AtomicUsize::new(0) });
-            change_keys(area, &failing, &secrets(&[SECRET]), change, &mut chance, &place).await
+            change_failing(&image, area, &mut random, fails, change).await
         };
         let header = async || area.header(&*shared).await.unwrap();
         let is_there = async |slot: usize| header().await.slot_iterations(slot).is_some();
@@ -424,14 +435,7 @@ fn a_slot_in_use_opens_wherever_a_change_ends() {
         let area = FormatKind::Qcow2.format().read(&*shared).await.unwrap().key_area().unwrap();
         let mut random = Random::from_seed(8);
         let mut change = async |fails: usize, change: &KeyChange| {
-            let mut chance = |bytes: &mut [u8]| {
-                random.fill(bytes);
-                Ok(())
-            };
-            let place: Arc<dyn vellum_core::Offload> = Arc::new(Inline);
-            let failing: SharedStorage =
-                Arc::new(Failing { image: image.clone(), fails, changes: AtomicUsize::new(0) });
-            change_keys(area, &failing, &secrets(&[SECRET]), change, &mut chance, &place).await
+            change_failing(&image, area, &mut random, fails, change).await
         };
         let secret = Secret::new("more".into()).unwrap();
         let opens = async |slot: usize| {

@@ -4,6 +4,7 @@
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use vellum_core::contract::{StorageFixture, storage};
@@ -239,16 +240,21 @@ fn a_read_fails_after_the_stated_time_and_not_before() {
     });
 }
 
-/// A disk that answers no read.
-struct Silent(SharedDisk);
+/// A disk that answers no read, or as many as are allowed.
+struct Silent(SharedDisk, Arc<AtomicU32>);
 
 impl Disk for Silent {
     fn geometry(&self) -> Geometry {
         self.0.geometry()
     }
 
-    fn read(&self, _: GuestOffset, _: Buffer) -> LocalFuture<'_, Result<Buffer>> {
-        Box::pin(std::future::pending())
+    fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+        let allowed = self.1.load(Ordering::Relaxed);
+        if allowed == 0 {
+            return Box::pin(std::future::pending());
+        }
+        self.1.store(allowed - 1, Ordering::Relaxed);
+        self.0.read(at, buffer)
     }
 
     fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
@@ -282,7 +288,7 @@ fn a_read_fails_also_where_the_server_greets_and_never_answers() {
     let world = Rc::new(World::new(5));
     let server = Server::new(&world, StreamOptions::default());
     world.run(async {
-        server.serve(&(Arc::new(Silent(MemoryDisk::new(1 << 20))) as SharedDisk));
+        server.serve(&(Arc::new(Silent(MemoryDisk::new(1 << 20), Arc::default())) as SharedDisk));
         let ClientOptions { patience, stall, .. } = ClientOptions::default();
         let storage = open(&server, ClientOptions::default()).await.unwrap();
         let begun = world.now();
@@ -292,6 +298,43 @@ fn a_read_fails_also_where_the_server_greets_and_never_answers() {
         assert!(error.chain().contains("not answered in 90 seconds"), "{}", error.chain());
         assert!(took >= patience && took < patience + 3 * stall, "{took:?}");
         assert!(server.connections.get() > 2, "{}", server.connections.get());
+    });
+}
+
+/// One read of many is answered on each connection: none of them is given up, though the last takes longer than one may.
+#[test]
+fn a_server_that_answers_little_is_waited_for() {
+    let world = Rc::new(World::new(6));
+    let server = Server::new(&world, StreamOptions::default());
+    world.run(async {
+        let (disk, allowed): (SharedDisk, Arc<AtomicU32>) = (MemoryDisk::new(1 << 20), Arc::default());
+        fill(&disk, 0, &[7; 4096]).await;
+        server.serve(&(Arc::new(Silent(disk, allowed.clone())) as SharedDisk));
+        let ClientOptions { patience, .. } = ClientOptions::default();
+        let storage = open(&server, ClientOptions::default()).await.unwrap();
+        let begun = world.now();
+        let allow = async {
+            let mut seen = 0;
+            loop {
+                if server.connections.get() != seen {
+                    seen = server.connections.get();
+                    allowed.store(1, Ordering::Relaxed);
+                }
+                world.sleep(Duration::from_millis(50)).await;
+            }
+        };
+        let reads = async {
+            join_all((0..8_u64).map(|part| {
+                let storage = &storage;
+                Box::pin(async move { read(storage, part * 512, 512).await })
+            }))
+            .await
+        };
+        let answers = futures_lite::future::or(reads, allow).await;
+        for answer in answers {
+            assert_eq!(answer.unwrap(), [7; 512]);
+        }
+        assert!(world.now() - begun > patience && server.connections.get() >= 8);
     });
 }
 

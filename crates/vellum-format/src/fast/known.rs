@@ -31,7 +31,7 @@ pub(super) struct State {
     /// Slots that are free or were free when they were taken, and of which the medium says something, which may be
     /// nothing that can be read.
     pub(super) litter: RoaringBitmap,
-    /// Rows that cannot be read, and entries that may be needed and cannot be read.
+    /// Rows that are damaged or cannot be read.
     pub(super) bad_rows: RoaringBitmap,
     /// Slots of whose entries nothing is known, or which were cut off.
     pub(super) blind: RoaringBitmap,

@@ -183,22 +183,34 @@ impl Layout {
     }
 }
 
+/// Neighbouring slots together: the first of them, and how many.
+pub(super) fn runs_of(slots: &[u32]) -> impl Iterator<Item = (u32, u32)> {
+    let mut rest = slots;
+    std::iter::from_fn(move || {
+        let first = *rest.first()?;
+        let count = (first..).zip(rest).take_while(|(wanted, slot)| wanted == *slot).count();
+        rest = &rest[count..];
+        Some((first, u32::try_from(count).expect("a unit's")))
+    })
+}
+
 /// What the superblock says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Super {
     pub(super) id: FastId,
     pub(super) layout: Layout,
-    /// The medium was found to have only so many bytes. What lay behind them is gone, even if it has become longer again.
+    /// The length in bytes that the medium was found to have, if it was cut off. What lay behind is gone, even if it has become
+    /// longer again.
     pub(super) cut_at: Option<u64>,
 }
 
 impl Super {
-    /// So many bytes of it count.
+    /// How many bytes of it count.
     pub(super) fn len(&self) -> u64 {
         self.cut_at.unwrap_or(u64::MAX).min(self.layout.total_bytes())
     }
 
-    /// So many slots lie in them as a whole.
+    /// How many slots lie in them as a whole.
     pub(super) fn whole_slots(&self) -> u32 {
         let slots = self.len().saturating_sub(self.layout.data_at()) / SLOT_BYTES;
         u32::try_from(slots).expect("at most 2^28")

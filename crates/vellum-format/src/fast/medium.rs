@@ -14,9 +14,10 @@
 //! 5. While a row says that it is needed, an entry that is damaged may be that of a unit which is here alone.
 //! 6. Before anything is written, the storage must be as long as it was: what was cut off would come back as zeros. Where the
 //!    superblock says that it was cut off, that is as long as it was found then, and no slot behind counts or is given out.
-//! 7. While a row is damaged, or such an entry, a sector of the tables cannot be read, or the medium was cut off, only rows of disks that have one are written. What it
-//!    has is read and goes home; it gets nothing new, and no disk comes or leaves. An entry that is not seen cannot be blanked (3),
-//!    and the sector may be read again some day.
+//! 7. While a row is damaged, or such an entry, or a sector of the tables cannot be read, or the medium was cut off, nothing is
+//!    written but rows of disks that have one. What it has is read and goes home; it gets nothing new, and no disk comes or
+//!    leaves. An entry that is not seen cannot be blanked (3), and the sector may be read again some day.
+//! 8. A medium that was cut off while it was open gives nothing any more once it is longer again: zeros would pass for units.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -30,7 +31,7 @@ use super::cut::say_cut;
 use super::known::{Opened, State};
 use super::layout::{
     ENTRIES_TOGETHER, ENTRY_LEN, Entry, FastId, Layout, NAME_MAX, ROW_LEN, ROWS, Reason, Row, SLOT_BYTES,
-    SLOT_LEN, SUPER_LEN, Super,
+    SLOT_LEN, SUPER_LEN, Super, runs_of,
 };
 use super::tables::{Rows, Tables, one_of, read_entries, read_rows, read_supers};
 use crate::session::SessionNumber;
@@ -114,11 +115,13 @@ pub(crate) struct Part {
 /// An open fast medium.
 pub struct FastMedium {
     storage: SharedStorage,
-    /// What can be read of it, in bytes: the least that it was ever seen to have. What was gone comes back as zeros.
-    len: AtomicU64,
+    /// What can be read of it, in bytes.
+    len: u64,
     /// How long it must be to be written, in bytes.
     needs: u64,
-    /// So many bytes of copies it has room for.
+    /// It was seen to be shorter than that while it was open.
+    was_cut: AtomicBool,
+    /// The room that it has for copies, in bytes.
     room: u64,
     id: FastId,
     layout: Layout,
@@ -224,7 +227,8 @@ impl FastMedium {
         };
         state.find_free();
         Ok(Arc::new(Self {
-            len: AtomicU64::new(storage.len().min(found.len())),
+            len: storage.len().min(found.len()),
+            was_cut: AtomicBool::new(false),
             needs: found.len(),
             room: u64::from(found.whole_slots()) * SLOT_BYTES,
             storage,
@@ -346,10 +350,9 @@ impl FastMedium {
     /// errors of the storage.
     pub async fn forget(&self, uuid: [u8; 16], even_needed: bool) -> Result<bool> {
         let _one = self.tables.lock().await;
-        if lock(&self.state).row_of(uuid).is_none() {
-            return Ok(false);
+        if lock(&self.state).row_of(uuid).is_some() {
+            self.check_tables()?;
         }
-        self.check_tables()?;
         let row = {
             let mut state = lock(&self.state);
             let Some(row) = state.row_of(uuid) else { return Ok(false) };
@@ -453,16 +456,27 @@ impl FastMedium {
     /// Whether it can be written: it did not fail, and has its length.
     async fn check(&self) -> Result<()> {
         self.check_failed()?;
-        let looked = self.storage.look_at_len().await;
-        let len = self.noticed("can't find out its length", looked)?;
-        self.len.fetch_min(len, Ordering::Relaxed);
-        match len >= self.needs {
+        let looked = self.look().await;
+        let what = match &looked {
+            Err(error) if error.kind() == ErrorKind::Changed => "it was cut off",
+            _ => "can't find out its length",
+        };
+        self.noticed(what, looked)
+    }
+
+    /// Whether it has its length now. That it had not is kept in mind.
+    async fn look(&self) -> Result<()> {
+        let looked = self.storage.look_at_len().await.and_then(|len| match len >= self.needs {
             true => Ok(()),
-            false => {
-                let why = format!("it has {len} bytes, and had {}", self.needs);
-                self.noticed("it was cut off", Err(Error::new(ErrorKind::Changed, why)))
-            }
+            false => Err(Error::new(
+                ErrorKind::Changed,
+                format!("{} has {len} bytes, and had {}", self.name(), self.needs),
+            )),
+        });
+        if looked.as_ref().is_err_and(|error| error.kind() == ErrorKind::Changed) {
+            self.was_cut.store(true, Ordering::Relaxed);
         }
+        looked
     }
 
     /// The caller holds `tables`.
@@ -754,24 +768,26 @@ impl OpenRow {
             if piece.is_empty() {
                 break;
             }
-            let ends_at = self.medium.len.load(Ordering::Relaxed);
-            if (at + piece.len() as u64).bytes() > ends_at {
+            if (at + piece.len() as u64).bytes() > self.medium.len {
                 count(read_errors, 1);
-                let why = format!("{} was cut off: it ends at {ends_at} bytes", self.medium.name());
+                let why = format!("{} was cut off: it ends at {} bytes", self.medium.name(), self.medium.len);
                 return Err(Error::new(ErrorKind::Io, why));
             }
             pieces.push(self.medium.storage.read(at, piece));
         }
-        let read = match try_join_all(pieces).await {
-            Ok(read) => read,
-            Err(error) => {
-                count(read_errors, 1);
-                if let Ok(len) = self.medium.storage.look_at_len().await {
-                    self.medium.len.fetch_min(len, Ordering::Relaxed);
-                }
-                return Err(error);
+        let mut read = try_join_all(pieces).await;
+        // While it is shorter, what is read is what it had. Looked at afterwards: it may have become longer meanwhile.
+        if read.is_err() || self.medium.was_cut.load(Ordering::Relaxed) {
+            let has_its_length = self.medium.look().await.is_ok();
+            if has_its_length && self.medium.was_cut.load(Ordering::Relaxed) {
+                let why = format!(
+                    "{} was cut off while it was in use, and is longer again: what was cut off would be zeros. Open it again",
+                    self.medium.name()
+                );
+                read = Err(Error::new(ErrorKind::Io, why));
             }
-        };
+        }
+        let read = read.inspect_err(|_| count(read_errors, 1))?;
         let mut pieces = read.into_iter();
         let mut all = pieces.next().unwrap_or_else(Buffer::empty);
         pieces.for_each(|piece| all.append(piece));
@@ -781,15 +797,4 @@ impl OpenRow {
 
 fn count_up(number: &AtomicU64, len: usize) {
     count(number, len as u64);
-}
-
-/// Neighbouring slots together: the first of them, and how many.
-fn runs_of(slots: &[u32]) -> impl Iterator<Item = (u32, u32)> {
-    let mut rest = slots;
-    std::iter::from_fn(move || {
-        let first = *rest.first()?;
-        let count = (first..).zip(rest).take_while(|(wanted, slot)| wanted == *slot).count();
-        rest = &rest[count..];
-        Some((first, u32::try_from(count).expect("a unit's")))
-    })
 }

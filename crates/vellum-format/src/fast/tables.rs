@@ -3,7 +3,8 @@
 //! 1. Where nothing was ever written nothing is read.
 //! 2. An entry that is damaged, and may be needed, is like one that cannot be read: nothing is written there.
 //! 3. A medium that is opened for what is left of it is never written. So of its tables that may be blank which cannot be read.
-//! 4. What cannot be read is known by sectors. One that is written keeps such sectors as they are, and gets nothing new. Of a medium that is no medium any more there are too many.
+//! 4. What cannot be read is known by sectors. A medium with such sectors keeps them as they are, and gets nothing new. If there are
+//!    too many of them, it is not opened.
 
 use roaring::RoaringBitmap;
 use vellum_core::{BlockSize, Buffer, ImageOffset, ImageSpan, Result, SharedStorage};
@@ -17,7 +18,7 @@ use crate::truth::reconcile;
 const READ_AT_ONCE: u64 = 1 << 20;
 /// Rows are read in pieces of this many.
 const PIECE_LEN: usize = 64 << 10;
-/// More sectors than these that cannot be read, of a piece that is read at once, are no accident either.
+/// At most this many sectors of a piece that is read at once may be unreadable: with more the medium is beyond use.
 const BAD_SECTORS_MAX: usize = 64;
 
 /// How the tables are read.

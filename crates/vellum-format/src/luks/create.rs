@@ -5,8 +5,8 @@
 //! ```
 //!
 //! 1. The header is written last. Until then the file is not a LUKS image, and afterwards all of it is there.
-//! 2. The payload is not written: nobody has encrypted anything there, so the disk reads as random bytes until it is
-//!    written, as one that QEMU has made. Whoever copies a disk into it writes its zeros too.
+//! 2. The payload is not written, so the disk reads as random bytes until it is written, as one that QEMU has made. A copy of a
+//!    disk into it has to write the zeros, too.
 
 use vellum_core::{BlockSize, Buffer, Error, ErrorKind, ImageOffset, Result, Storage, Zeroes};
 use vellum_luks::{Hash, IvRule, Mode, NewHeader};
@@ -41,8 +41,7 @@ pub async fn create(storage: &dyn Storage, size: u64, keys: &NewKeys, how: Reser
                 format!("the device is too small: it has {} bytes, the image needs {end}", storage.len());
             return Err(Error::new(ErrorKind::NoSpace, needs));
         }
-        // What the device had there may be the header and the keys of another volume.
-        // No header may outlive its keys.
+        // The device may have the header and the keys of another volume there.
         let (header, materials) = ImageOffset::ZERO.span(keys.len()).split_at(4096);
         storage.write_zeroes(header, Zeroes::Allocated).await?;
         storage.flush().await?; // commit point: what was there is given up

@@ -18,7 +18,7 @@ use super::create::refuse_places;
 use super::{Ciphered, facts, two};
 use crate::image::{Fact, Files, Format, Growth, Head, OpenOptions, Opened, ready};
 use crate::probe::FormatKind;
-use crate::raw::{Raw, reserve};
+use crate::raw::{Raw, reserve_added};
 use crate::report::{CheckReport, JournalChange, Repair};
 
 /// LUKS, as one of the formats.
@@ -124,13 +124,7 @@ impl Format for LuksFormat {
             let (payload, before) = to_resize(&**image).await?;
             let (old, new) = (file_len(payload, before)?, file_len(payload, size)?);
             self.resize(image, size, false).await?;
-            let reserved = reserve(&**image, old, new, growth.reserve).await;
-            if reserved.is_err() {
-                // Nobody has written behind the old end.
-                image.set_len(old).await?;
-            }
-            reserved?;
-            image.flush().await
+            reserve_added(&**image, old, new, growth.reserve).await
         })
     }
 

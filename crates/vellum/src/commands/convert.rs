@@ -338,7 +338,7 @@ async fn convert(args: &Args, sources: &[Named], target_is: Option<Encrypted>) -
         Step::Begins(bytes) => drop(bar.set(Progress::new(bytes, args.wish()))),
         Step::Copied(bytes) => bar.get().into_iter().for_each(|bar| bar.set(bytes)),
         Step::Ends => bar.get().into_iter().for_each(Progress::end),
-        // Each part is told only where it is not to be quiet; that the copy is not the disk is told in any case.
+        // With -q the parts are not listed; that the copy differs from the disk is said all the same.
         Step::Lost(_) if args.quiet => {}
         Step::Lost(run) => complain(&format!(
             "vellum convert: warning: {}: {} bytes at {} could not be read and are zero in the copy",

@@ -19,8 +19,8 @@ use crate::secrets::SecretArgs;
 
 /// Grow the disk of an image, or shrink it with --shrink
 ///
-/// New space reads as zero, but that of a luks image as random bytes until it is written. If a server has the image open, give its control socket with --control PATH
-/// instead of the image. A served disk can only grow. Virtual machines and FUSE files see the new size at once, NBD
+/// New space reads as zero; that of a luks image reads as random bytes until it is written. If a server has the image open, give
+/// its control socket with --control PATH instead of the image. A served disk can only grow. Virtual machines and FUSE files see the new size at once, NBD
 /// clients when they reconnect.
 #[derive(clap::Args)]
 #[command(

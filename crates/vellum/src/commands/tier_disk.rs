@@ -125,7 +125,7 @@ const NO_ROOM: &str = "found no room: the medium is full, or the budget is spent
 const NO_BIT: &str =
     "lie behind the end that the disk had when it was attached: detach it and attach it again";
 
-/// So many units, of so many bytes, are somewhere.
+/// The subject and verb of a sentence on where units are, with their size.
 pub(super) fn units_are(units: u64, bytes: &str) -> String {
     match units {
         1 => format!("1 unit ({bytes}) is"),

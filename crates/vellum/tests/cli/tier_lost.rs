@@ -199,6 +199,30 @@ fn a_lost_unit_is_overwritten_as_a_whole() {
     }
 }
 
+/// A server has seen that its medium was cut off: what becomes zeros when it is longer again is not read. Units that are only copied
+/// are in the image; those that are there alone are errors.
+#[test]
+fn a_medium_that_was_cut_while_it_was_open_is_not_believed_when_it_is_longer() {
+    let dir = Dir::new("tier-longer");
+    let (image, fast, bytes) = moved(&dir);
+    vellum(&["tier", "promote", "--fast", &fast, "--range", "1M+1M", &image]).answer();
+    let (control, len) = (dir.text("control"), std::fs::metadata(&fast).expect("a medium").len());
+    let server = Server::start(&[&image, "--fast", &fast, "--control", &control]);
+    let mut client = Client::connect(&server.peer(), "").expect("it is served");
+    let read = |client: &mut Client, unit: usize| client.read((unit * UNIT) as u64, 64 << 10);
+    let has = |unit: usize| bytes[unit * UNIT..][..UNIT].to_vec();
+    let file = std::fs::OpenOptions::new().write(true).open(&fast).expect("a medium");
+    file.set_len(SLOTS_AT + 8 * UNIT as u64).expect("it is cut");
+    for unit in [0, 7, 20] {
+        assert!(read(&mut client, unit).expect("there") == has(unit), "unit {unit}");
+    }
+    assert!(read(&mut client, 9).is_err(), "it was cut off");
+    file.set_len(len).expect("it is longer again");
+    assert!(read(&mut client, 9).is_err(), "zeros were read");
+    assert!(read(&mut client, 20).expect("the image has it") == has(20));
+    drop((client, server));
+}
+
 /// A disk that is served gets a backing image of which the server's medium alone has parts.
 #[test]
 fn a_served_disk_is_rebased_onto_what_its_medium_has() {

@@ -100,7 +100,10 @@ pub fn fast_medium(data: &[u8]) {
                 assert!(gone.expect("memory"), "a row that is listed");
             }
             // A slot of which the entry is damaged stays somebody's.
-            assert!(medium.rows().is_empty() == (is_known || rows.is_empty()) && medium.free_bytes() <= medium.room_bytes());
+            assert!(
+                medium.rows().is_empty() == (is_known || rows.is_empty())
+                    && medium.free_bytes() <= medium.room_bytes()
+            );
         });
     });
 }

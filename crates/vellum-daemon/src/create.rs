@@ -22,6 +22,7 @@ use vellum_layer::{Chain, Gate, Referrer, Trust};
 
 use crate::host::Host;
 use crate::image::{ImageOptions, new_file, open_image};
+use crate::making::Making;
 use crate::same_file::{files_of, first_same_file, refuse_same_file};
 use crate::template::{self, ListUse};
 
@@ -130,10 +131,6 @@ impl CreateTarget {
         refuse_moved(&chain)?;
         self.stands_on_encrypted.fetch_or(chain.is_any_encrypted(), Ordering::Relaxed);
         Ok(Some(chain))
-    }
-
-    async fn file(&self) -> Result<Arc<File>> {
-        new_file(&self.path, self.never_flushed).await
     }
 }
 
@@ -292,8 +289,7 @@ pub(crate) async fn write_qcow2(
     options: &CreateOptions,
     pin: Option<&Pin>,
 ) -> Result<()> {
-    let is_new = !target.path.exists();
-    let file = target.file().await?;
+    let making = Making::begin(&target.path, target.never_flushed).await?;
     let give_up_old = async || match old {
         None => Ok(()),
         Some(old) => {
@@ -301,15 +297,11 @@ pub(crate) async fn write_qcow2(
             old.flush().await // commit point: the old disk is given up
         }
     };
-    let mut made = qcow2::create_with(&*file, data_file, options, give_up_old).await;
+    let mut made = qcow2::create_with(&*making.file, data_file, options, give_up_old).await;
     if made.is_ok() {
-        made = record(file.clone(), FormatKind::Qcow2, pin).await;
+        made = record(making.file.clone(), FormatKind::Qcow2, pin).await;
     }
-    if made.is_err() && is_new {
-        drop(file);
-        let _ = std::fs::remove_file(&target.path);
-    }
-    made
+    making.end(made).await
 }
 
 /// A new image of the native format, as it turned out.
@@ -386,19 +378,14 @@ pub(crate) async fn write_native(
     options: &native::CreateOptions,
     pin: Option<&Pin>,
 ) -> Result<native::Superblock> {
-    let is_new = !target.path.exists();
-    let file = target.file().await?;
-    let mut made = native::create(&*file, options).await;
+    let making = Making::begin(&target.path, target.never_flushed).await?;
+    let mut made = native::create(&*making.file, options).await;
     if made.is_ok()
-        && let Err(error) = record(file.clone(), FormatKind::Native, pin).await
+        && let Err(error) = record(making.file.clone(), FormatKind::Native, pin).await
     {
         made = Err(error);
     }
-    if made.is_err() && is_new {
-        drop(file);
-        let _ = std::fs::remove_file(&target.path);
-    }
-    made
+    making.end(made).await
 }
 
 /// Makes a raw disk of zeros. Must be called on a worker.
@@ -417,14 +404,9 @@ pub(crate) async fn new_raw(
     preallocation: Preallocation,
     never_flushed: bool,
 ) -> Result<()> {
-    let is_new = !path.exists();
-    let file = new_file(path, never_flushed).await?;
-    let made = lay_out_raw(path, &file, size, preallocation).await;
-    if made.is_err() && is_new {
-        drop(file);
-        let _ = std::fs::remove_file(path);
-    }
-    made
+    let making = Making::begin(path, never_flushed).await?;
+    let made = lay_out_raw(path, &making.file, size, preallocation).await;
+    making.end(made).await
 }
 
 /// Makes a raw LUKS image with these keys. Its disk reads as random bytes until it is written. Must be called on a worker. Returns the size of the
@@ -455,14 +437,9 @@ pub(crate) async fn new_luks(
             "a luks image needs a secret: name it with `-o key-secret=ID` (`--secret id=ID,file=FILE`)",
         )
     })?;
-    let is_new = !path.exists();
-    let file = new_file(path, never_flushed).await?;
-    let made = luks::create(&*file, size, keys, reserve_of(preallocation)).await;
-    if made.is_err() && is_new {
-        drop(file);
-        let _ = std::fs::remove_file(path);
-    }
-    made
+    let making = Making::begin(path, never_flushed).await?;
+    let made = luks::create(&*making.file, size, keys, reserve_of(preallocation)).await;
+    making.end(made).await
 }
 
 /// What a preallocation reserves.

@@ -44,6 +44,7 @@ pub mod image;
 pub mod inspect;
 mod joined;
 pub mod keys;
+mod making;
 pub mod map;
 pub mod measure;
 mod meter;

@@ -236,3 +236,33 @@ fn a_snapshot_is_deleted_where_there_is_no_room() {
         }
     }
 }
+
+/// A user whose image could not be made must not believe that the old one is still there, nor that it is lost.
+#[test]
+fn a_failure_says_whether_what_was_there_is_gone() {
+    let Some(mount) = Mount::tmpfs(16 << 20) else { return };
+    let (image, secret) = (mount.dir.text("image"), mount.dir.text("secret"));
+    std::fs::write(&secret, "correct horse").expect("a secret");
+    let secret = format!("id=s,file={secret}");
+    let old = noise(MIB, 90);
+    let luks = ["-f", "luks", "--secret", &secret, "-o"];
+    let luks_full = [&luks[..], &["key-secret=s,iter-time=10,preallocation=falloc"]].concat();
+    let luks_huge = [&luks[..], &["key-secret=s,iter-time=10"]].concat();
+    for (kind, size, is_gone) in [
+        (&["-f", "raw", "-o", "preallocation=falloc"][..], "64M", true),
+        (&["-f", "qcow2", "-o", "preallocation=falloc"], "64M", true),
+        (&["-f", "vellum", "-o", "preallocation=falloc"], "64M", false),
+        (&luks_full, "64M", true),
+        (&luks_huge, "8E", false),
+    ] {
+        std::fs::write(&image, &old).expect("what was there");
+        let ran = vellum(&[&["create"], kind, &[&image, size]].concat());
+        assert_eq!(ran.code, 1, "{kind:?}: {ran:?}");
+        assert_eq!(ran.err.contains("what it held before is gone"), is_gone, "{kind:?}: {ran:?}");
+        assert_eq!(std::fs::read(&image).expect("there") != old, is_gone, "{kind:?}");
+        // A file of its own is removed again.
+        std::fs::remove_file(&image).expect("there");
+        let ran = vellum(&[&["create"], kind, &[&image, size]].concat());
+        assert!(ran.code == 1 && !ran.err.contains("gone") && !mount.dir.join("image").exists(), "{ran:?}");
+    }
+}

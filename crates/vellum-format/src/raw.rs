@@ -235,6 +235,9 @@ impl Format for RawFormat {
                     image.len()
                 )));
             }
+            if image.len() == size {
+                return Ok(()); // also on a device, of which the length is fixed
+            }
             image.set_len(size).await?;
             image.flush().await
         })

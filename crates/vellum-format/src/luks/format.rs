@@ -108,7 +108,11 @@ impl Format for LuksFormat {
                     "the disk has {before} bytes, and data beyond {size} would be lost: use --shrink"
                 )));
             }
-            image.set_len(file_len(payload, size)?).await?;
+            let len = file_len(payload, size)?;
+            if image.len() == len {
+                return Ok(()); // also on a device, of which the length is fixed
+            }
+            image.set_len(len).await?;
             image.flush().await // commit point: the length of the file is that of the disk
         })
     }

@@ -34,6 +34,7 @@ const HELP_LUKS: &str = "Amend options for 'luks':
   keyslot=<num>          - Key slot to fill or empty, 0 to 7
   new-secret=<str>       - Secret of the key that is added (state=active)
   old-secret=<str>       - Secret whose keys are removed (state=inactive)
+  size=<size>            - Size of the disk
   state=<str>            - Add a key (active) or remove keys (inactive)";
 
 const SLOTS: usize = 8;

@@ -126,7 +126,7 @@ fn human(image: &ImageFacts) -> String {
                 ("flash", flash) => flash_line(flash),
                 ("fast", fast) => fast_line(fast),
                 ("encrypt", encryption) => encryption_text(encryption),
-                ("slots", slots) => format!("{} in use", slots_in_use(slots)),
+                ("slots", slots) => format!("in use: {}", slots_in_use(slots)),
                 (_, Value::String(text)) => printable(text).into_owned(),
                 _ => value.to_string(),
             };

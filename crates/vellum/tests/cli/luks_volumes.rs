@@ -5,6 +5,7 @@ use std::os::unix::process::CommandExt as _;
 use super::refused;
 use super::support::client::Client;
 use super::support::dir::Dir;
+use super::support::loops::LoopDevice;
 use super::support::program::{Ran, finish, run, succeed, vellum, vellum_command};
 use super::support::server::Server;
 use super::support::{noise, patchy};
@@ -229,6 +230,42 @@ fn a_volume_is_served_for_writing() {
         assert!(std::fs::read(&back).expect("there")[5000..705_000] == expected);
     }
     assert_eq!(len(&volume), HEADER + (5 << 20));
+}
+
+/// A volume on a device has all of it, and grows with it: closed or served, and whatever the device's blocks are.
+#[test]
+fn a_volume_on_a_device_grows_with_it() {
+    crate::requires!("losetup");
+    let dir = Dir::new("luks-device");
+    let words = Words::of(&dir);
+    let [option, spec] = words.ours();
+    for block in [512, 4096] {
+        let Some(device) = LoopDevice::new(HEADER + (3 << 20), block) else { return };
+        let (path, control) = (device.text(), dir.text("control"));
+        let create = ["create", "-q", "-f", "luks", "-o", "key-secret=s,iter-time=10", option, spec];
+        vellum(&[&create[..], &[&path, "3M"]].concat()).answer();
+        vellum(&["resize", "-q", "-f", "luks", option, spec, &path, "3M"]).answer();
+        refused(1, &[&path, "fixed"], &["resize", "-f", "luks", option, spec, &path, "4M"]);
+        let served = Server::start(&["--control", &control, option, spec, "-f", "luks", &path]);
+        let mut guest = Client::connect(&served.peer(), "").expect("a connection");
+        let bytes = noise(9 << 16, 9);
+        guest.write(0, &bytes, 0).expect("written");
+        refused(1, &[&path, "the image needs"], &["resize", "--control", &control, "4M"]);
+        device.grow(HEADER + (4 << 20));
+        refused(1, &[&path, "the image needs"], &["resize", "--control", &control, "5M"]);
+        vellum(&["resize", "-q", "--control", &control, "4M"]).answer();
+        drop(guest);
+        let mut guest = Client::connect(&served.peer(), "").expect("a connection");
+        assert_eq!(guest.size, 4 << 20, "blocks of {block}");
+        guest.write(4095 << 10, &bytes[..1024], 0).expect("written");
+        guest.flush().expect("flushed");
+        drop(guest);
+        served.stop();
+        let back = dir.text("back");
+        vellum(&["convert", "-q", option, spec, "-f", "luks", &path, &back]).answer();
+        let read = std::fs::read(&back).expect("there");
+        assert!(read.len() == 4 << 20 && read[..bytes.len()] == bytes && read[4095 << 10..] == bytes[..1024]);
+    }
 }
 
 #[test]

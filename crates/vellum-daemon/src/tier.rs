@@ -230,14 +230,18 @@ fn context(path: &Path) -> impl Fn() -> String + '_ {
     move || format!("can't open the fast medium {}", path.display())
 }
 
+fn locked(path: &Path, error: Error) -> Error {
+    error.context(format!(
+        "the fast medium {} is in use: one server at a time has it, and all of its disks are served by that one",
+        path.display()
+    ))
+}
+
 async fn open_storage(path: &Path) -> Result<SharedStorage> {
     // What is cut off fails, and is then read from the image.
     let opened = File::open(path, OpenOptions { keeps_len: true, ..OpenOptions::writing() }).await;
     Ok(opened.map_err(|error| match error.kind() {
-        ErrorKind::Locked => error.context(format!(
-            "the fast medium {} is in use: one server at a time has it, and all of its disks are served by that one",
-            path.display()
-        )),
+        ErrorKind::Locked => locked(path, error),
         ErrorKind::NotFound => error.context(format!(
             "can't open the fast medium {} (`vellum tier attach` makes one)",
             path.display()
@@ -295,12 +299,25 @@ pub async fn medium_to_read(path: Option<&Path>, salvages: bool) -> Result<Optio
     };
     match opened.await {
         Ok(medium) => Ok(Some(medium)),
-        Err(error) if error.kind() == ErrorKind::Locked => Err(error.context(context(path)())),
+        Err(error) if error.kind() == ErrorKind::Locked => Err(locked(path, error)),
         Err(error) => {
             tracing::warn!("{}: nothing of it is read", error.context(context(path)()).chain());
             Ok(None)
         }
     }
+}
+
+/// As above, for a command that may share the image with a server. The medium is not shared.
+///
+/// # Errors
+/// As above, but `Refused` while another program has it.
+pub async fn medium_beside(path: Option<&Path>, salvages: bool) -> Result<Option<Arc<FastMedium>>> {
+    medium_to_read(path, salvages).await.map_err(|error| match error.kind() {
+        ErrorKind::Locked => error
+            .context("the fast medium cannot be shared: stop that server first")
+            .with_kind(ErrorKind::Refused),
+        _ => error,
+    })
 }
 
 /// Opens a fast medium, which is made if there is none yet, unless something is against that. Whether it was.
@@ -398,10 +415,6 @@ pub async fn attach(image: &Path, fast: &FastFor, options: &ImageOptions) -> Res
 /// # Errors
 /// The errors of both.
 pub async fn detach(image: &Path, fast: Option<&Path>, options: &ImageOptions) -> Result<Option<NamedFast>> {
-    let medium = match fast {
-        Some(path) => Some(open_medium(path).await?),
-        None => None,
-    };
     let (storage, kind) = open_file(image, options).await?;
     let head = kind.format().read(&*storage).await?;
     let named = head.fast();
@@ -416,6 +429,13 @@ pub async fn detach(image: &Path, fast: Option<&Path>, options: &ImageOptions) -
             ),
         ));
     }
+    let medium = match fast {
+        Some(path) => Some(open_medium(path).await.map_err(|error| match error.kind() {
+            ErrorKind::Locked => error,
+            _ => error.context("without --fast the image is detached, and its space there stays taken"),
+        })?),
+        None => None,
+    };
     if let Some(medium) = &medium {
         medium.check_tables()?;
     }
@@ -577,6 +597,7 @@ pub(crate) async fn move_in(chain: &Chain, ranges: &Ranges, only_copied: bool) -
     let tier = tier_of(chain)?;
     let spans = ranges.spans(chain.disk().geometry().size)?;
     end_files_snapshot(chain).await?;
+    tier.may_move()?;
     let copied = match only_copied {
         true => Promoted::default(),
         false => {
@@ -622,7 +643,9 @@ pub(crate) async fn promote_in(chain: &Chain, ranges: &Ranges) -> Result<Promote
 
 pub(crate) async fn demote_in(chain: &Chain, ranges: &Ranges) -> Result<DemotedUnits> {
     let spans = ranges.spans(chain.disk().geometry().size)?;
-    tier_of(chain)?.demote(&spans).await.map(DemotedUnits::from)
+    let tier = tier_of(chain)?;
+    tier.check_not_cut().await?;
+    tier.demote(&spans).await.map(DemotedUnits::from)
 }
 
 pub(crate) fn facts_in(chain: &Chain) -> Result<Value> {

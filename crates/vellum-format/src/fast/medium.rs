@@ -116,16 +116,16 @@ pub(crate) struct Part {
 pub struct FastMedium {
     storage: SharedStorage,
     /// What can be read of it, in bytes.
-    len: u64,
+    pub(super) len: u64,
     /// How long it must be to be written, in bytes.
     needs: u64,
     /// It was seen to be shorter than that while it was open.
     was_cut: AtomicBool,
     /// The room that it has for copies, in bytes.
-    room: u64,
+    pub(super) room: u64,
     id: FastId,
-    layout: Layout,
-    state: Mutex<State>,
+    pub(super) layout: Layout,
+    pub(super) state: Mutex<State>,
     /// Held while rows or entries are written.
     tables: async_lock::Mutex<()>,
     tally: Tally,
@@ -279,21 +279,6 @@ impl FastMedium {
         lock(&self.state).failed.clone()
     }
 
-    /// What of its tables cannot be read, and may be needed; for people.
-    pub fn damage(&self) -> Option<String> {
-        let state = lock(&self.state);
-        let cut_off = u64::from(self.layout.slots) - self.room / SLOT_BYTES;
-        let entries = state.blind.len().saturating_sub(cut_off);
-        match (state.bad_rows.len(), entries) {
-            (0, 0) => None,
-            (rows, entries) => Some(format!(
-                "{}: {rows} rows and {entries} entries of its tables are damaged: what they say cannot be read, and their places stay \
-                 taken",
-                self.name()
-            )),
-        }
-    }
-
     /// Its rows.
     pub fn rows(&self) -> Vec<RowFacts> {
         let state = lock(&self.state);
@@ -411,30 +396,6 @@ impl FastMedium {
         Ok(OpenRow { medium: self.clone(), row, is_open: AtomicBool::new(true) })
     }
 
-    /// Whether all of its tables was read, so that it can get something.
-    ///
-    /// # Errors
-    /// `Refused`, with what is to be done, where sectors of them cannot be read, or it was cut off.
-    pub fn check_tables(&self) -> Result<()> {
-        let state = lock(&self.state);
-        if state.blind.is_empty() && state.bad_rows.is_empty() {
-            return Ok(());
-        }
-        let why = match u64::from(self.layout.slots) * SLOT_BYTES > self.room {
-            true => "it was cut off",
-            false => "a part of its tables is damaged or cannot be read",
-        };
-        Err(Error::new(
-            ErrorKind::Refused,
-            format!(
-                "{}: {why}: nothing is copied to it, and no disk is attached to it or taken from it. What it has is read: bring it home \
-                 (`vellum tier move --back --all --fast PATH IMAGE`), then detach the image (`vellum tier detach IMAGE`) and use \
-                 another medium",
-                self.name()
-            ),
-        ))
-    }
-
     fn check_failed(&self) -> Result<()> {
         match &lock(&self.state).failed {
             Some(error) => Err(error.clone()),
@@ -453,10 +414,18 @@ impl FastMedium {
         })
     }
 
-    /// Whether it can be written: it did not fail, and has its length.
+    /// Whether it was seen to be shorter while it was open.
+    pub(super) fn was_cut(&self) -> bool {
+        self.was_cut.load(Ordering::Relaxed)
+    }
+
+    /// Whether it can be written: it did not fail, and has had its length all the time.
     async fn check(&self) -> Result<()> {
         self.check_failed()?;
-        let looked = self.look().await;
+        let looked = match self.look().await {
+            Ok(()) if self.was_cut() => Err(Error::new(ErrorKind::Changed, "it is longer again")),
+            looked => looked,
+        };
         let what = match &looked {
             Err(error) if error.kind() == ErrorKind::Changed => "it was cut off",
             _ => "can't find out its length",
@@ -465,7 +434,7 @@ impl FastMedium {
     }
 
     /// Whether it has its length now. That it had not is kept in mind.
-    async fn look(&self) -> Result<()> {
+    pub(super) async fn look(&self) -> Result<()> {
         let looked = self.storage.look_at_len().await.and_then(|len| match len >= self.needs {
             true => Ok(()),
             false => Err(Error::new(
@@ -777,9 +746,9 @@ impl OpenRow {
         }
         let mut read = try_join_all(pieces).await;
         // While it is shorter, what is read is what it had. Looked at afterwards: it may have become longer meanwhile.
-        if read.is_err() || self.medium.was_cut.load(Ordering::Relaxed) {
+        if read.is_err() || self.medium.was_cut() {
             let has_its_length = self.medium.look().await.is_ok();
-            if has_its_length && self.medium.was_cut.load(Ordering::Relaxed) {
+            if has_its_length && self.medium.was_cut() {
                 let why = format!(
                     "{} was cut off while it was in use, and is longer again: what was cut off would be zeros. Open it again",
                     self.medium.name()

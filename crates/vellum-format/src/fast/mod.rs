@@ -14,9 +14,10 @@
 //!    most. So an image that was copied, and a medium that was, can miss copies and not read wrong ones.
 //!
 //! `layout` is every byte on the medium (`docs/format/fast.md`), `medium` is an open one, with what is
-//! `known` of it in memory, and `cut` notes where it ends.
+//! `known` of it in memory, `damage` what is wrong with it, and `cut` notes where it ends.
 
 mod cut;
+mod damage;
 mod known;
 mod layout;
 mod medium;

@@ -164,6 +164,12 @@ pub trait Tiers: Send + Sync {
     /// As for [`promote`](Self::promote); `Unsupported` while there are snapshots, `Corrupt` for a copy that is not the same.
     fn move_away<'a>(&'a self, ranges: &'a [GuestSpan]) -> LocalFuture<'a, Result<Moved>>;
 
+    /// What [`move_away`](Self::move_away) is refused for, whatever there is to move: to be asked before anything is copied for it.
+    ///
+    /// # Errors
+    /// `Unsupported` while there are snapshots, and why the medium is not used.
+    fn may_move(&self) -> Result<()>;
+
     /// Takes units back that the fast medium has. Those that only it has are copied back first; one that cannot be read there
     /// stays, and the others are taken back all the same. Without any left of these, the image does not need the medium any
     /// more.
@@ -171,6 +177,12 @@ pub trait Tiers: Send + Sync {
     /// # Errors
     /// Those of the image.
     fn demote<'a>(&'a self, ranges: &'a [GuestSpan]) -> LocalFuture<'a, Result<Demoted>>;
+
+    /// Refuses what would bring units home from a fast medium that alone has some and was cut off while it was open.
+    ///
+    /// # Errors
+    /// `Changed`, with what is to be done instead.
+    fn check_not_cut(&self) -> LocalFuture<'_, Result<()>>;
 
     /// What only the fast medium has and of which it says nothing complete: it is lost, unless the medium can be mended. Known
     /// since the image was opened. Neighbouring units are one span.

@@ -558,6 +558,21 @@ impl Tiers for Native {
         })
     }
 
+    fn may_move(&self) -> Result<()> {
+        self.used_tier()?;
+        let may = self.check_no_snapshots();
+        may.context(|| format!("{}: can't move units to its fast medium", self.engine.name))
+    }
+
+    fn check_not_cut(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            match self.tier.get() {
+                Some(tier) if self.has_alone(tier) => tier.row.medium().check_not_cut().await,
+                _ => Ok(()),
+            }
+        })
+    }
+
     fn missing(&self) -> Vec<GuestSpan> {
         self.spans_of_units(self.missing_units())
     }
@@ -576,10 +591,15 @@ impl Tiers for Native {
                 ..TierFacts::default()
             };
         };
+        // What was taken back is free, or is when the disk is opened to be written.
+        let void = match tier.row.is_needed() {
+            true => 0,
+            false => lock(&tier.others).len() as u64 * SLOT_BYTES,
+        };
         let mut facts = TierFacts {
             trouble: tier.row.medium().trouble(),
             unit_bytes,
-            used: tier.row.used(),
+            used: tier.row.used().saturating_sub(void),
             budget: tier.row.budget().min(tier.row.medium().room_bytes()),
             missing: self.missing_units().len() as u64,
             ..TierFacts::default()

@@ -119,12 +119,15 @@ impl Native {
         if missing.is_empty() || self.engine.geometry.read_only || salvages {
             return Ok(missing);
         }
+        let why = match medium.cut_off() {
+            Some(cut) => format!(", because {cut}"),
+            None => ": its table is damaged, or one of the two was put back from a copy".to_owned(),
+        };
         Err(Error::new(
             ErrorKind::Changed,
             format!(
-                "{} of {} units that are on the fast medium alone are not on {}: its table is damaged, or one of the two was put \
-                 back from a copy. What is left can be copied (`vellum convert --salvage`), served (`vellum serve --salvage`), or \
-                 brought back (`vellum tier move --back`)",
+                "{} of {} units that are on the fast medium alone are not on {}{why}. What is left can be copied (`vellum convert \
+                 --salvage`), served (`vellum serve --salvage`), or brought back (`vellum tier move --back`)",
                 missing.len(),
                 moved.len(),
                 medium.name()
@@ -174,7 +177,12 @@ impl Native {
 
     /// The error for a part of the disk that is on a fast medium alone, and was not read from there.
     fn out_of_reach(&self, at: GuestOffset) -> Error {
-        Error::new(ErrorKind::Io, self.out_of_reach_text(at))
+        let error = Error::new(ErrorKind::Io, self.out_of_reach_text(at));
+        let medium = self.tier.get().map(|tier| tier.row.medium());
+        match medium.and_then(|medium| Some((medium.name(), medium.cut_off()?))) {
+            Some((name, cut)) => Error::new(ErrorKind::Io, format!("{name}: {cut}")).context(error.chain()),
+            None => error,
+        }
     }
 
     pub(super) fn out_of_reach_text(&self, at: GuestOffset) -> String {
@@ -272,16 +280,22 @@ impl Native {
         Ok(done)
     }
 
+    /// Nothing is moved while there are snapshots.
+    pub(super) fn check_no_snapshots(&self) -> Result<()> {
+        match self.snapshots()?.is_empty() && !self.views()?.any() {
+            true => Ok(()),
+            false => Err(Error::unsupported(
+                "the disk has snapshots, which do not see the fast medium: delete them first",
+            )),
+        }
+    }
+
     /// Makes sure, durably, that the image is not used without its medium any more.
     async fn begin_moving(&self, tier: &Tier) -> Result<()> {
         let views = self.views()?;
         // No snapshot is made meanwhile.
         let _one = views.changing.lock().await;
-        if !self.snapshots()?.is_empty() || views.any() {
-            return Err(Error::unsupported(
-                "the disk has snapshots, which do not see the fast medium: delete them first",
-            ));
-        }
+        self.check_no_snapshots()?;
         tier.row.say_needed(true).await?;
         self.say_moved(true).await
     }
@@ -479,14 +493,19 @@ impl Native {
         Ok(())
     }
 
+    /// Whether there are units that only the fast medium has, or should have.
+    pub(super) fn has_alone(&self, tier: &Tier) -> bool {
+        let is_moved = |state: &mut State| state.copied.values().any(|copied| copied.is_moved);
+        tier.with(is_moved) || !self.missing_units().is_empty()
+    }
+
     /// The image does not need its medium any more, if nothing is moved. What was copied back is durable.
     pub(super) async fn end_moving(&self, tier: &Tier) -> Result<()> {
         if !self.superblocks.lock().await.superblock.has_moved && !tier.row.is_needed() {
             return Ok(());
         }
         let _none_begins = tier.begun.lock().await;
-        let is_left = tier.with(|state| state.copied.values().any(|copied| copied.is_moved));
-        if is_left || !self.missing_units().is_empty() {
+        if self.has_alone(tier) {
             return Ok(());
         }
         self.end_clearing(tier, |_| true).await?;

@@ -219,8 +219,8 @@ struct MoveArgs {
     /// The whole disk
     #[arg(long, conflicts_with_all = ["range", "copied"])]
     all: bool,
-    /// What the fast medium has a copy of already, such as pinned files
-    #[arg(long, conflicts_with_all = ["range", "back"])]
+    /// What the fast medium has a copy of already, such as pinned files; with --range, of these parts
+    #[arg(long, conflicts_with = "back")]
     copied: bool,
     /// Copy them back to the image, and take them from the fast medium
     #[arg(long)]
@@ -294,7 +294,8 @@ fn detach(args: &DetachArgs) -> Outcome {
             (None, Some(_)) => format!("{name} named no fast medium; its space there is free"),
             (Some(named), Some(_)) => format!("{name} is detached from {}", named.name),
             (Some(named), None) => format!(
-                "{name} is detached from {0}; its space there stays taken. To free it: `vellum tier detach --fast {0} {name}`",
+                "{name} is detached from {0}; its space there stays taken. To free it, unless that medium was cut off or its tables are damaged: `vellum \
+                 tier detach --fast {0} {name}`",
                 named.name
             ),
         }),

@@ -107,7 +107,6 @@ fn what_is_left_of_a_medium_is_copied_and_brought_back() {
     left[8 * UNIT..MIB].fill(0);
     same(&copy, &left, "of a medium that was cut off");
     assert!(said.contains("524288 bytes at 0x80000 could not be read"), "{said}");
-
     // What is left comes back, and what is gone is no zeros when the medium is made longer again.
     let (image_2, fast_2) = (dir.text("image-2.vlm"), dir.text("fast-2"));
     std::fs::copy(&image, &image_2).expect("a copy");
@@ -119,6 +118,12 @@ fn what_is_left_of_a_medium_is_copied_and_brought_back() {
     file.set_len(sound.len() as u64).expect("it is longer again");
     let ran = vellum(&["convert", "-O", "raw", "--fast", &fast_2, &image_2, &dir.text("refused.raw")]);
     assert!(ran.code == 1 && ran.err.contains("is on its fast medium alone"), "{ran:?}");
+    assert!(ran.err.contains("was cut off"), "{ran:?}");
+    let place = Dir::short();
+    let socket = format!("unix:{}", place.text("s"));
+    let ran = vellum(&["serve", "--nbd", &socket, "--fast", &fast_2, &image_2]);
+    assert!(ran.code == 1 && ran.err.contains("because it was cut off"), "{ran:?}");
+    assert!(!ran.err.contains("put back from a copy"), "{ran:?}");
     let (copy, _) = salvaged(&dir, &image_2, &["--fast", &fast_2]);
     same(&copy, &left, "of a medium that is longer again");
     std::fs::write(&fast, &sound).expect("a medium");
@@ -264,5 +269,58 @@ fn a_served_disk_is_rebased_onto_what_its_medium_has() {
     let mut client = Client::connect(&server.peer(), "").expect("it is served");
     same(&client.read_all().expect("it is read"), &shown, "after a restart");
     drop(client);
+    server.stop();
+}
+
+/// A server does not note where its medium was cut off, so it brings nothing home from it: what is gone would be zeros at its old length.
+#[test]
+fn a_server_brings_nothing_home_from_a_medium_that_was_cut() {
+    let dir = Dir::new("tier-cut-served");
+    let (image, fast, bytes) = moved(&dir);
+    let (control, len) = (dir.text("control"), std::fs::metadata(&fast).expect("a medium").len());
+    let server = Server::start(&[&image, "--fast", &fast, "--control", &control]);
+    let file = std::fs::OpenOptions::new().write(true).open(&fast).expect("a medium");
+    file.set_len(SLOTS_AT + 8 * UNIT as u64).expect("it is cut");
+    let back = ["tier", "move", "--back", "--all", "--control", &control];
+    let words = ["was cut off", "what was behind its end stays lost", "Stop the server", "--fast"];
+    refused(1, &words, &back);
+    file.set_len(len).expect("it is longer again");
+    refused(1, &words, &back);
+    refused(1, &["was cut off"], &["tier", "promote", "--control", &control, "--range", "2M+1M"]);
+    assert_eq!(status(&["--control", &control])["moved"].as_u64(), Some(16));
+    file.set_len(SLOTS_AT + 8 * UNIT as u64).expect("it is cut");
+    server.stop();
+    let back = vellum(&["tier", "move", "--back", "--all", "--fast", &fast, &image]);
+    assert!(back.code == 1 && back.out.contains("8 units"), "{back:?}");
+    file.set_len(len).expect("it is longer again");
+    let (copy, _) = salvaged(&dir, &image, &["--fast", &fast]);
+    let mut left = bytes.clone();
+    left[8 * UNIT..MIB].fill(0);
+    same(&copy, &left, "longer again");
+}
+
+/// What is said of a medium that was cut off, to a disk that has copies there and nothing alone.
+#[test]
+fn a_disk_leaves_a_medium_that_was_cut_off() {
+    let dir = Dir::new("tier-left-behind");
+    let (image, fast, _) = moved(&dir);
+    let (other, len) = (dir.text("other.vlm"), std::fs::metadata(&fast).expect("a medium").len());
+    vellum(&["create", "-q", "-f", "vellum", "-o", "layout=table", "--fast", &fast, &other, "4M"]).answer();
+    let file = std::fs::OpenOptions::new().write(true).open(&fast).expect("a medium");
+    file.set_len(SLOTS_AT + 8 * UNIT as u64).expect("it is cut");
+    let ran = vellum(&["tier", "detach", "--fast", &fast, &other]);
+    assert!(ran.code == 1 && ran.err.contains("without --fast"), "{ran:?}");
+    assert_eq!(vellum(&["tier", "move", "--back", "--all", "--fast", &fast, &image]).code, 1);
+    file.set_len(len).expect("it is longer again");
+    let ran = vellum(&["tier", "detach", "--fast", &fast, &other]);
+    assert!(
+        ran.code == 1 && ran.err.contains("was cut off") && ran.err.contains("without --fast"),
+        "{ran:?}"
+    );
+    let said = vellum(&["tier", "detach", &other]).answer();
+    assert!(said.contains("unless that medium was cut off or its tables are damaged"), "{said}");
+    // A server says what it has.
+    let server = Server::start(&["--salvage", &image, "--fast", &fast]);
+    server.says("it was cut off");
     server.stop();
 }

@@ -133,3 +133,41 @@ fn what_is_not_moved_says_why() {
     assert!(ran.code == 0 && ran.err.contains("65536 bytes in all could not be read"), "{ran:?}");
     assert!(!ran.err.contains("bytes at"), "{ran:?}");
 }
+
+/// Nothing is copied for a move that is refused.
+#[test]
+fn a_disk_with_snapshots_is_refused_before_anything_is_copied() {
+    let dir = Dir::new("tier-snapshots");
+    let (image, fast, _) = attached(&dir);
+    vellum(&["snapshot", "create", &image, "mine"]).answer();
+    let says = ["has snapshots", "delete them"];
+    refused(1, &says, &["tier", "move", "--range", "0+1M", "--fast", &fast, &image]);
+    assert_eq!(status(&["--fast", &fast, &image])["units"].as_u64(), Some(0));
+    let control = dir.text("ctl");
+    let server = Server::start(&[&image, "--fast", &fast, "--control", &control]);
+    refused(1, &says, &["tier", "move", "--all", "--control", &control]);
+    assert_eq!(status(&["--control", &control])["units"].as_u64(), Some(0));
+    server.stop();
+    // What is copied, and nothing else, of a part of the disk.
+    vellum(&["snapshot", "delete", &image, "mine"]).answer();
+    vellum(&["tier", "promote", "--range", "0+1M", "--fast", &fast, &image]).answer();
+    let said =
+        ["tier", "move", "--output", "json", "--copied", "--range", "512k+1M", "--fast", &fast, &image];
+    let done = vellum(&said).json();
+    assert_eq!((done["moved"].as_u64(), done["not-copied"].as_u64()), (Some(8), Some(8)), "{done}");
+}
+
+/// A status says what the copies take, and nothing of what was taken back.
+#[test]
+fn what_was_taken_back_takes_nothing() {
+    let dir = Dir::new("tier-used");
+    let (image, fast, _) = attached(&dir);
+    vellum(&["tier", "promote", "--range", "0+1M", "--fast", &fast, &image]).answer();
+    vellum(&["tier", "demote", "--range", "256k+768k", "--fast", &fast, &image]).answer();
+    let there = status(&["--fast", &fast, &image]);
+    assert_eq!(
+        (there["units"].as_u64(), there["used-bytes"].as_u64()),
+        (Some(4), Some(256 << 10)),
+        "{there}"
+    );
+}

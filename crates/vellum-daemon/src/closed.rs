@@ -21,7 +21,7 @@ use crate::data_file::make_durable;
 use crate::host::{Pool, canonical_path};
 use crate::image::{ImageOptions, open_file, open_file_replayed, open_image};
 use crate::inspect::len_below;
-use crate::tier::{FILES_SNAPSHOT, LISTED_MAX, medium_to_read, tier_of};
+use crate::tier::{FILES_SNAPSHOT, LISTED_MAX, medium_beside, tier_of};
 
 /// What a check came to.
 pub struct Checked {
@@ -104,7 +104,7 @@ async fn find_moved(
     options: &ImageOptions,
     (report, lines): (&mut CheckReport, &mut Vec<String>),
 ) -> Result<MovedFound> {
-    let medium = medium_to_read(Some(fast), true).await?;
+    let medium = medium_beside(Some(fast), true).await?;
     let options = ImageOptions { fast: medium, salvages: true, without_backing: true, ..options.clone() };
     let chain = open_image(path, &options).await?;
     let looked = async {

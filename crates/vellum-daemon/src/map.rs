@@ -27,6 +27,9 @@ pub struct MapRow {
     pub data: bool,
     /// Whether these are compressed.
     pub compressed: bool,
+    /// Whether a fast medium alone has them, or should have them.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub moved: bool,
     /// Whether they are lost: a fast medium alone should have them, and has not.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub lost: bool,
@@ -58,7 +61,12 @@ pub async fn map(
     let len = len_max.unwrap_or(u64::MAX).min(size - start);
     let mut rest = GuestOffset::new(start).span(len);
     let (mut rows, mut names) = (Vec::new(), Names::default());
-    let lost = chain.tier().map(|tier| tier.missing()).unwrap_or_default();
+    let lost = match chain.tier() {
+        // Also what its medium has and does not give.
+        Some(tier) if options.salvages && options.fast.is_some() => tier.look_for_lost().await?.1,
+        Some(tier) => tier.missing(),
+        None => Vec::new(),
+    };
     while !rest.is_empty() {
         for extent in map_merged(chain.disk(), rest).await? {
             rest = GuestSpan::between(extent.span.end(), rest.end());
@@ -66,12 +74,7 @@ pub async fn map(
                 for (part, is_lost) in cut_at(&lost, part) {
                     for (part, kept_at) in cut_at_places(&chain, part).await? {
                         let row = row(&chain, part, &mut names);
-                        let row = MapRow { offset: kept_at.or(row.offset), ..row };
-                        // It has no bytes, so none that are compressed.
-                        push(
-                            &mut rows,
-                            MapRow { lost: is_lost, compressed: row.compressed && !is_lost, ..row },
-                        );
+                        push(&mut rows, MapRow { offset: kept_at.or(row.offset), lost: is_lost, ..row });
                     }
                 }
             }
@@ -144,6 +147,7 @@ fn row(chain: &Chain, extent: MergedExtent, names: &mut Names) -> MapRow {
         zero: false,
         data: true,
         compressed: false,
+        moved: false,
         lost: false,
         offset: None,
         file: None,
@@ -156,6 +160,9 @@ fn row(chain: &Chain, extent: MergedExtent, names: &mut Names) -> MapRow {
             let file = names.of(chain, extent.depth, storage);
             let filename = (!chain.member(extent.depth).parts.is_empty()).then(|| file.to_string());
             MapRow { offset: Some(at.bytes()), file: Some(file), filename, ..plain }
+        }
+        Place::Compressed { from: None } if chain.member(extent.depth).head.fast().is_some() => {
+            MapRow { moved: true, ..plain }
         }
         Place::Compressed { .. } => MapRow { compressed: true, ..plain },
         // What no image of the chain has is not present; zeros that an image recorded are.
@@ -203,8 +210,11 @@ fn name(chain: &Chain, depth: usize, storage: &SharedStorage) -> String {
 /// Adds a row, or extends the last one where both are one extent.
 fn push(rows: &mut Vec<MapRow>, next: MapRow) {
     if let Some(last) = rows.last_mut() {
-        let same = (last.depth, last.present, last.zero, last.data, last.compressed, last.lost)
-            == (next.depth, next.present, next.zero, next.data, next.compressed, next.lost);
+        let facts = |row: &MapRow| {
+            let MapRow { depth, present, zero, data, compressed, moved, lost, .. } = row;
+            (*depth, *present, *zero, *data, *compressed, *moved, *lost)
+        };
+        let same = facts(last) == facts(&next);
         let follows = match (last.offset, next.offset) {
             (Some(at), Some(next)) => at + last.length == next,
             (None, None) => true,

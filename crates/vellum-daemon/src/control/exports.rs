@@ -139,17 +139,20 @@ impl Control {
             return Err(Error::invalid("name at least one new image"));
         }
         let done = put_on_top(&all).await?;
-        let facts = all.iter().zip(done).map(|((served, _), done)| {
-            json!({
+        let mut facts = Vec::with_capacity(done.len());
+        for ((served, _), done) in all.iter().zip(done) {
+            let fast = self.spec.fast.as_ref().filter(|_| done.has_fast);
+            facts.push(json!({
                 "exports": served.names(),
                 "image": done.image,
                 "format": done.format.to_string(),
                 "backing-filename": done.below,
                 "held-us": u64::try_from(done.held.as_micros()).unwrap_or(u64::MAX),
                 "key-slots-left": done.slots_left,
-            })
-        });
-        Ok(json!({ "overlays": facts.collect::<Vec<_>>() }))
+                "fast": fast.map(|fast| fast.display().to_string()),
+            }));
+        }
+        Ok(json!({ "overlays": facts }))
     }
 
     pub(super) async fn export_remove(&self, name: &str, force: bool, lose_unflushed: bool) -> Result<Value> {

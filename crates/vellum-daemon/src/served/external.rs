@@ -56,6 +56,8 @@ pub(crate) struct Overlaid {
     pub(crate) held: Duration,
     /// The key slots of the one below that do not open the one on top.
     pub(crate) slots_left: Vec<usize>,
+    /// An image of the chain names a fast medium.
+    pub(crate) has_fast: bool,
 }
 
 /// Puts a new image on top of each of these disks, at one moment.
@@ -241,7 +243,9 @@ impl<'a> Switch<'a> {
         );
         let slots_left = std::mem::take(&mut self.slots_left);
         NewTop::say_slots_left(&slots_left, &image, &below);
-        Overlaid { image, format: self.after.format, below, held, slots_left }
+        let names_one = |chain: &Chain| chain.members().any(|member| member.head.fast().is_some());
+        let has_fast = self.chain.as_ref().is_some_and(names_one);
+        Overlaid { image, format: self.after.format, below, held, slots_left, has_fast }
     }
 }
 

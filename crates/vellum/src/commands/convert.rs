@@ -10,7 +10,7 @@ use vellum_core::{Error, ErrorKind, Result};
 use vellum_daemon::bitmaps::copies_of;
 use vellum_daemon::convert::{self, Conversion, ConvertCompression, Step, same_file};
 use vellum_daemon::signals::Stop;
-use vellum_daemon::tier::medium_to_read;
+use vellum_daemon::tier::medium_beside;
 use vellum_daemon::{Encrypted, FormatKind, ImageOptions, IoMode, open_image, run as run_worker};
 
 use super::{Failure, Outcome, or_share, with_code};
@@ -271,7 +271,7 @@ async fn convert(args: &Args, sources: &[Named], target_is: Option<Encrypted>) -
         direct: args.is_direct(),
         allow_dirs: args.allow.places(),
         remote_timeout: args.allow.remote_timeout,
-        fast: medium_to_read(args.fast.as_deref(), args.salvage).await?,
+        fast: medium_beside(args.fast.as_deref(), args.salvage).await?,
         salvages: args.salvage,
         ..ImageOptions::reading()
     };

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use vellum_core::Error;
 use vellum_daemon::map::map;
-use vellum_daemon::tier::medium_to_read;
+use vellum_daemon::tier::medium_beside;
 use vellum_daemon::{ImageOptions, IoMode, run as run_worker};
 
 use super::{Outcome, or_share};
@@ -44,7 +44,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let (file, options) = args.read.open(&args.file)?;
     let options = ImageOptions { snapshot: args.snapshot.clone(), salvages: args.salvage, ..options };
     let look = async || {
-        let fast = medium_to_read(args.fast.as_deref(), args.salvage).await?;
+        let fast = medium_beside(args.fast.as_deref(), args.salvage).await?;
         map(&file, &ImageOptions { fast, ..options.clone() }, args.start_offset, args.max_length).await
     };
     let rows = run_worker(IoMode::Auto, look)?.map_err(or_share)?;

@@ -220,7 +220,11 @@ impl External {
                     left.join(", ")
                 ));
             }
-            say(&format!("Serve it instead of {below} from now on: vellum serve -f {format} {image} ..."));
+            let fast = done["fast"].as_str().map(|fast| format!("--fast {} ", printable(fast)));
+            let fast = fast.unwrap_or_default();
+            say(&format!(
+                "Serve it instead of {below} from now on: vellum serve -f {format} {fast}{image} ..."
+            ));
         }
         Ok(ExitCode::SUCCESS)
     }

@@ -45,6 +45,12 @@ fn without_its_medium_a_disk_is_salvaged() {
         "{checked}"
     );
 
+    let map = vellum(&["map", "--output", "json", "--fast", &fast, &image]).json();
+    let first = &map[0];
+    assert_eq!((first["start"].as_u64(), first["length"].as_u64()), (Some(0), Some(MIB as u64)), "{map}");
+    assert!(first["data"] == true && first["compressed"] == false && first["moved"] == true, "{map}");
+    assert!(map[1].get("moved").is_none(), "{map}");
+
     let away = dir.text("away");
     std::fs::rename(&fast, &away).expect("it is lost");
     refused(1, &["alone", "--back"], &["convert", "-O", "raw", &image, &raw]);
@@ -107,6 +113,13 @@ fn what_is_left_of_a_medium_is_copied_and_brought_back() {
     left[8 * UNIT..MIB].fill(0);
     same(&copy, &left, "of a medium that was cut off");
     assert!(said.contains("524288 bytes at 0x80000 could not be read"), "{said}");
+    let map = vellum(&["map", "--salvage", "--output", "json", "--fast", &fast, &image]).json();
+    let lost: Vec<_> = map.as_array().expect("rows").iter().filter(|row| row["lost"] == true).collect();
+    assert!(
+        matches!(&lost[..], [row] if row["start"] == 8 * UNIT as u64 && row["length"] == 8 * UNIT as u64),
+        "{map}"
+    );
+
     // What is left comes back, and what is gone is no zeros when the medium is made longer again.
     let (image_2, fast_2) = (dir.text("image-2.vlm"), dir.text("fast-2"));
     std::fs::copy(&image, &image_2).expect("a copy");

@@ -171,3 +171,26 @@ fn what_was_taken_back_takes_nothing() {
         "{there}"
     );
 }
+
+/// What is shared is the image. A medium that a server has is that server's.
+#[test]
+fn a_medium_in_use_is_not_shared() {
+    let dir = Dir::new("tier-shared");
+    let (image, fast, _) = attached(&dir);
+    vellum(&["tier", "move", "--range", "0+1M", "--fast", &fast, &image]).answer();
+    let control = dir.text("ctl");
+    let server = Server::start(&[&image, "--fast", &fast, "--control", &control]);
+    for command in [&["map", "-U"][..], &["map", "-U", "--salvage"], &["check", "-U"], &["map"]] {
+        let ran = vellum(&[command, &["--fast", &fast, &image]].concat());
+        assert!(ran.code == 1 && ran.err.contains("stop that server"), "{command:?}: {ran:?}");
+        assert!(!ran.err.contains("or use --force-share"), "{command:?}: {ran:?}");
+    }
+    let copy = dir.text("copy.raw");
+    let ran = vellum(&["convert", "-U", "-O", "raw", "--fast", &fast, &image, &copy]);
+    assert!(ran.code == 1 && ran.err.contains("stop that server"), "{ran:?}");
+    // A new image on top of it is served with the same medium.
+    let top = dir.text("top.vlm");
+    let said = vellum(&["snapshot", "external", "--control", &control, &top]).answer();
+    assert!(said.contains(&format!("vellum serve -f vellum --fast {fast} {top}")), "{said}");
+    server.stop();
+}

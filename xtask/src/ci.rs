@@ -24,10 +24,7 @@ const ENOUGH: Duration = Duration::from_secs(60 * 60);
 pub(crate) fn run() -> Outcome {
     let end = Instant::now() + ENOUGH;
     let mut failed = Failed::default();
-    failed.note("format", step("format", format));
-    failed.note("tidy", step("tidy", tidy::run));
-    failed.note("lints", step("lints", lints));
-    failed.note("docs", step("docs", docs));
+    cheap_steps(&mut failed);
     let (report, tests) = test::everything(&test::Plan { filters: &[], profile: "ci", variables: &[] });
     failed.note("tests", tests);
     failed.note("fuzzing", fuzz::every_target(fuzz::Inputs::Fixed { end }));
@@ -40,6 +37,21 @@ pub(crate) fn run() -> Outcome {
     fuzz::print_counts();
     report.print();
     failed.outcome()
+}
+
+/// `lint`: the steps of `ci` that run no tests. Worth its minutes before every commit.
+pub(crate) fn lint() -> Outcome {
+    let mut failed = Failed::default();
+    cheap_steps(&mut failed);
+    print_steps();
+    failed.outcome()
+}
+
+fn cheap_steps(failed: &mut Failed) {
+    failed.note("format", step("format", format));
+    failed.note("tidy", step("tidy", tidy::run));
+    failed.note("lints", step("lints", lints));
+    failed.note("docs", step("docs", docs));
 }
 
 /// What makes tests by chance longer, and the crash explorer complete.

@@ -36,6 +36,7 @@ cargo xtask COMMAND
   test [FILTER...]               build everything and run all tests, or those whose names contain a FILTER
   ci                             run everything a change must pass: format, tidy, lints, dependencies, docs, tests,
                                  fuzzing
+  lint                           run the steps of ci that run no tests: format, tidy, lints, docs
   soak [MINUTES] [PART/PARTS]    run the random tests 20 times as long and the full test matrix, or a part of it
                                  such as 3/50, and fuzz each target for MINUTES (default 10)
   explore [WORD...]              run only the crash explorer's part of a soak, for image kinds whose test names
@@ -67,6 +68,7 @@ fn main() -> ExitCode {
     let outcome = match command {
         "test" => test::run(rest),
         "ci" => ci::run(),
+        "lint" => ci::lint(),
         "soak" => ci::soak(rest),
         "explore" => explore::run(rest),
         "fuzz" => fuzz::run(rest),

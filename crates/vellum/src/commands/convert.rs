@@ -31,6 +31,7 @@ use crate::spoken::is_qemu_command;
 /// block device, has several hard links or is in a directory that cannot be written to is filled in place, as
 /// with -n.
 #[derive(clap::Args)]
+#[command(override_usage = "vellum convert [OPTIONS] SOURCE... TARGET")]
 pub(crate) struct Args {
     /// Format of the source: raw, qcow2, vellum, or one that is only read (vmdk, vdi, vpc, vhdx, qed, parallels, dmg, qcow). Default: detected from the file
     #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
@@ -139,10 +140,13 @@ pub(crate) struct Args {
     allow: AllowArgs,
     #[command(flatten)]
     secrets: SecretArgs,
-    /// The image to copy; of several, each begins at a multiple of 512 bytes in the copy
-    #[arg(required = true, value_name = "SOURCE")]
+    /// The image to copy, and last the image to create; of several to copy, each begins at a multiple of 512 bytes in the copy
+    // One list: options may stand between them.
+    #[arg(required = true, value_name = "SOURCE... TARGET")]
+    images: Vec<PathBuf>,
+    #[arg(skip)]
     sources: Vec<PathBuf>,
-    /// The image to create
+    #[arg(skip)]
     target: PathBuf,
 }
 
@@ -185,9 +189,12 @@ pub(crate) fn run(mut args: Args) -> Outcome {
     if is_qemu_command() && args.parallel > 16 {
         return Err(Error::invalid("-m: use 1 to 16").into());
     }
-    let sources = args.sources.iter().map(|source| named(source, args.format, args.image_opts));
+    let target = args.images.pop().filter(|_| !args.images.is_empty());
+    let target =
+        target.ok_or_else(|| Error::invalid("use SOURCE... TARGET: the image to create is missing"))?;
+    let sources = args.images.iter().map(|source| named(source, args.format, args.image_opts));
     let sources = sources.collect::<Result<Vec<Named>>>()?;
-    let target = named(&args.target, args.target_format, args.target_image_opts)?;
+    let target = named(&target, args.target_format, args.target_image_opts)?;
     // There is nothing to create: the server has the export.
     args.no_create |= is_nbd(&target.path);
     let target_is = target.must_be_encrypted();

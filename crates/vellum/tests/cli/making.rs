@@ -47,6 +47,24 @@ fn sizes_have_suffixes() {
 }
 
 #[test]
+fn options_of_convert_may_stand_between_its_images() {
+    let dir = Dir::new("between");
+    let (one, two, copy) = (dir.text("one"), dir.text("two"), dir.text("copy"));
+    std::fs::write(&one, noise(MIB, 1)).expect("a disk");
+    std::fs::write(&two, noise(MIB, 2)).expect("a disk");
+    let all = [noise(MIB, 1), noise(MIB, 2)].concat();
+    for (words, len) in [
+        (&[one.as_str(), "-O", "raw", &copy][..], MIB),
+        (&["-f", "raw", &one, "-O", "raw", &two, "-q", &copy], 2 * MIB),
+        (&[&one, &two, &copy, "-O", "raw", "-f", "raw"], 2 * MIB),
+    ] {
+        vellum(&[&["convert"], words].concat()).answer();
+        assert!(std::fs::read(&copy).expect("a copy") == all[..len], "{words:?}");
+    }
+    refused(1, &["TARGET"], &["convert", "-O", "raw", &one]);
+}
+
+#[test]
 fn bad_options_are_refused_and_leave_nothing() {
     let dir = Dir::new("options");
     let image = dir.text("image");

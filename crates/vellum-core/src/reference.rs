@@ -4,6 +4,7 @@
 //!   http://HOST[:PORT]/PATH[?QUERY]      https:// also
 //!   s3://BUCKET/KEY[?versionId=VERSION]
 //!   nbd://HOST[:PORT]/EXPORT             nbd+unix:///EXPORT?socket=PATH
+//!   nbds://HOST[:PORT]/EXPORT            nbds+unix:///EXPORT?socket=PATH, both over TLS
 //!   rbd:POOL/[NAMESPACE/]IMAGE[@SNAPSHOT]
 //! ```
 //!
@@ -39,12 +40,17 @@ pub enum Scheme {
     Nbd,
     /// The same, at a Unix socket.
     NbdUnix,
+    /// An export of an NBD server, over TLS.
+    Nbds,
+    /// The same, at a Unix socket.
+    NbdsUnix,
     /// An image of a Ceph cluster.
     Rbd,
 }
 
 impl Scheme {
-    const ALL: [Self; 6] = [Self::Http, Self::Https, Self::S3, Self::Nbd, Self::NbdUnix, Self::Rbd];
+    const ALL: [Self; 8] =
+        [Self::Http, Self::Https, Self::S3, Self::Nbd, Self::NbdUnix, Self::Nbds, Self::NbdsUnix, Self::Rbd];
 
     /// Its name, as a URL begins.
     pub fn name(self) -> &'static str {
@@ -54,6 +60,8 @@ impl Scheme {
             Self::S3 => "s3",
             Self::Nbd => "nbd",
             Self::NbdUnix => "nbd+unix",
+            Self::Nbds => "nbds",
+            Self::NbdsUnix => "nbds+unix",
             Self::Rbd => "rbd",
         }
     }
@@ -62,9 +70,19 @@ impl Scheme {
         match self {
             Self::Http => Some(80),
             Self::Https => Some(443),
-            Self::Nbd => Some(10_809),
-            Self::S3 | Self::NbdUnix | Self::Rbd => None,
+            Self::Nbd | Self::Nbds => Some(10_809),
+            Self::S3 | Self::NbdUnix | Self::NbdsUnix | Self::Rbd => None,
         }
+    }
+
+    /// Whether it names an export of an NBD server.
+    pub fn is_nbd(self) -> bool {
+        matches!(self, Self::Nbd | Self::Nbds) || self.is_nbd_socket()
+    }
+
+    /// Whether it names an export of an NBD server at a Unix socket.
+    pub fn is_nbd_socket(self) -> bool {
+        matches!(self, Self::NbdUnix | Self::NbdsUnix)
     }
 }
 
@@ -140,7 +158,7 @@ impl Url {
         let is_plain = !name.is_empty()
             && !name.split('/').next().unwrap_or_default().contains(':')
             && !name.contains(['?', '#', '\\', '%']);
-        if !is_plain || matches!(self.scheme, Scheme::Rbd | Scheme::NbdUnix) {
+        if !is_plain || self.scheme == Scheme::Rbd || self.scheme.is_nbd_socket() {
             return Err(refused(name, "an image at a URL may only name other URLs, or names beside itself"));
         }
         let name = name.strip_prefix("./").unwrap_or(name);
@@ -160,7 +178,7 @@ impl Url {
     /// Whether `other` is at the same place, in the same directory or below it.
     pub fn is_beside(&self, other: &Self) -> bool {
         self.has_same_origin(other)
-            && !matches!(self.scheme, Scheme::Rbd | Scheme::NbdUnix)
+            && !(self.scheme == Scheme::Rbd || self.scheme.is_nbd_socket())
             && other.path.strip_prefix(self.directory()).is_some_and(|rest| rest.starts_with('/'))
     }
 
@@ -199,13 +217,13 @@ impl UrlPrefix {
         let url = parse_rest(scheme, rest, text, true).map_err(|error| invalid(&error.to_string()))?;
         match url.query {
             None => Ok(Self(url)),
-            Some(_) if scheme == Scheme::NbdUnix => Ok(Self(url)),
+            Some(_) if scheme.is_nbd_socket() => Ok(Self(url)),
             Some(_) => Err(invalid("give the part in front of the question mark")),
         }
     }
 
     /// Whether the URL begins like this. What follows a question mark is not asked for, but for the socket of
-    /// `nbd+unix`, which must be the same.
+    /// `nbd+unix` and `nbds+unix`, which must be the same.
     pub fn allows(&self, url: &Url) -> bool {
         let Self(prefix) = self;
         let path = prefix.path.strip_suffix('/').unwrap_or(&prefix.path);
@@ -223,7 +241,7 @@ impl UrlPrefix {
         };
         prefix.has_same_origin(url)
             && in_path
-            && (prefix.scheme != Scheme::NbdUnix || prefix.query == url.query)
+            && (!prefix.scheme.is_nbd_socket() || prefix.query == url.query)
     }
 }
 
@@ -293,20 +311,21 @@ fn parse_rest(scheme: Scheme, rest: &str, text: &str, is_prefix: bool) -> Result
         split_port(authority).ok_or_else(|| refused(text, "its port is not a number from 1 to 65535"))?;
     let host = host.to_ascii_lowercase();
     let is_host = match scheme {
-        Scheme::NbdUnix => host.is_empty() && port.is_none(),
+        Scheme::NbdUnix | Scheme::NbdsUnix => host.is_empty() && port.is_none(),
         Scheme::S3 => is_bucket(&host) && host == authority && port.is_none(),
         _ => is_host(&host),
     };
     if !is_host {
         return no(match scheme {
             Scheme::NbdUnix => "it must begin with nbd+unix:///",
+            Scheme::NbdsUnix => "it must begin with nbds+unix:///",
             Scheme::S3 => "the bucket's name has 3 to 63 lower-case letters, digits, dots and hyphens",
             _ => "its host is neither a name nor an address",
         });
     }
     // What is encoded in a key of a store would be one thing to some programs and another to others.
     let is_encoded_key = scheme == Scheme::S3 && path.contains('%');
-    let path = path_of(path, is_prefix || matches!(scheme, Scheme::Nbd | Scheme::NbdUnix));
+    let path = path_of(path, is_prefix || scheme.is_nbd());
     let Some(path) = path.filter(|_| !is_encoded_key) else {
         return no("its path must name one image: no empty, `.` or `..` part, and no slash at the end");
     };
@@ -503,6 +522,8 @@ mod tests {
             ("nbd://host/", "nbd://host/"),
             ("nbd://host:10809/disk", "nbd://host/disk"),
             ("nbd+unix:///disk?socket=/run/x", "nbd+unix:///disk?socket=/run/x"),
+            ("nbds://Host:10809/disk", "nbds://host/disk"),
+            ("nbds+unix:///disk?socket=/run/x", "nbds+unix:///disk?socket=/run/x"),
             ("rbd:pool/image@snap", "rbd:pool/image@snap"),
             ("rbd:pool/space/image", "rbd:pool/space/image"),
         ] {
@@ -573,6 +594,8 @@ mod tests {
             "s3://bucket:80/k",
             "s3://bucket/%41",
             "nbd+unix://host/x?socket=/a",
+            "nbds+unix://host/x?socket=/a",
+            "nbds://user@host/x",
             "rbd:pool",
             "rbd:pool/",
             "rbd:pool/image:id=admin",
@@ -649,6 +672,12 @@ mod tests {
             ("nbd://host/disk", "nbd://host/disk2", false),
             ("nbd+unix:///disk?socket=/run/a", "nbd+unix:///disk?socket=/run/a", true),
             ("nbd+unix:///disk?socket=/run/a", "nbd+unix:///disk?socket=/run/b", false),
+            // Who allows one of the two has not allowed the other.
+            ("nbds://host", "nbds://host/disk", true),
+            ("nbds://host", "nbd://host/disk", false),
+            ("nbd://host", "nbds://host/disk", false),
+            ("nbds+unix:///disk?socket=/run/a", "nbds+unix:///disk?socket=/run/a", true),
+            ("nbds+unix:///disk?socket=/run/a", "nbds+unix:///disk?socket=/run/b", false),
             ("rbd:pool", "rbd:pool/image", true),
             ("rbd:pool/", "rbd:pool/image@s", true),
             ("rbd:pool", "rbd:pool2/image", false),

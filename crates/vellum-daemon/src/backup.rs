@@ -214,7 +214,7 @@ impl Target {
             trust_backing: backing.is_none(),
             backing,
             allow_dirs: allow_dirs.clone(),
-            remote_timeout: None,
+            remote: Default::default(),
             trust_base: false,
             secrets: wish.secrets.clone(),
             stands_on_encrypted: Arc::default(),

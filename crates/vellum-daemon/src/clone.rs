@@ -35,7 +35,7 @@ use vellum_layer::Chain;
 use crate::closed::{snapshot_hold, snapshot_of};
 use crate::control::{HeldSnapshot, Request, SnapshotFacts, call, call_in_turn};
 use crate::create::{CreateTarget, backing_name, refuse_moved, write_native, write_qcow2};
-use crate::image::{ImageOptions, open_image};
+use crate::image::{ImageOptions, Remote, open_image};
 use crate::signals::Stop;
 use crate::template::{self, ListUse};
 
@@ -55,8 +55,8 @@ pub struct Cloning {
     pub size: Option<u64>,
     /// Where the template's own references may lead, and the clones' references to it.
     pub allow_dirs: Vec<PathBuf>,
-    /// How long a request to a remote image is held while it does not answer.
-    pub remote_timeout: Option<Duration>,
+    /// How remote images are asked for.
+    pub remote: Remote,
     /// A template at a URL that proves nothing never changes: the user says so.
     pub trust_base: bool,
     /// What opens the template where it is encrypted.
@@ -240,7 +240,7 @@ async fn open_source(how: &Cloning, is_native: bool) -> Result<Source> {
         format: Some(format),
         snapshot,
         allow_dirs: how.allow_dirs.clone(),
-        remote_timeout: how.remote_timeout,
+        remote: how.remote.clone(),
         trust_base: how.trust_base,
         secrets: how.secrets.clone(),
         ..ImageOptions::reading()
@@ -401,7 +401,7 @@ impl Template<'_> {
             // It is open.
             trust_backing: true,
             allow_dirs: self.how.allow_dirs.clone(),
-            remote_timeout: self.how.remote_timeout,
+            remote: self.how.remote.clone(),
             trust_base: self.how.trust_base,
             secrets: self.how.secrets.clone(),
             stands_on_encrypted: Arc::default(),

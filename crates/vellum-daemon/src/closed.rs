@@ -19,7 +19,7 @@ use crate::clones_of::{refuse_while_cloned, with_clones};
 use crate::create::reserve_of;
 use crate::data_file::make_durable;
 use crate::host::{Pool, canonical_path};
-use crate::image::{ImageOptions, open_file, open_file_replayed, open_image};
+use crate::image::{ImageOptions, Remote, open_file, open_file_replayed, open_image};
 use crate::inspect::len_below;
 use crate::tier::{FILES_SNAPSHOT, LISTED_MAX, medium_beside, tier_of};
 
@@ -182,8 +182,8 @@ pub struct ResizeOptions {
     pub secrets: Arc<Secrets>,
     /// Where references may lead, besides the image's own directory.
     pub allow_dirs: Vec<PathBuf>,
-    /// How long a request to a remote image is held while it does not answer.
-    pub remote_timeout: Option<Duration>,
+    /// How remote images are asked for.
+    pub remote: Remote,
 }
 
 /// Resizes the disk of an image. `wanted` computes the new size from the old one. Returns both, in bytes.
@@ -198,7 +198,7 @@ pub async fn resize(
     let reading = ImageOptions {
         format: options.format,
         allow_dirs: options.allow_dirs.clone(),
-        remote_timeout: options.remote_timeout,
+        remote: options.remote.clone(),
         ..ImageOptions::reading()
     };
     let below = len_below(path, &reading).await?;
@@ -252,7 +252,7 @@ pub async fn resize(
         drop(storage);
         let writing = ImageOptions {
             allow_dirs: options.allow_dirs.clone(),
-            remote_timeout: options.remote_timeout,
+            remote: options.remote.clone(),
             secrets: options.secrets.clone(),
             ..image.clone()
         };

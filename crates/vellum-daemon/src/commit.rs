@@ -307,7 +307,7 @@ pub(crate) async fn enlarge_base(plan: &Plan, options: &ImageOptions) -> Result<
         format: Some(plan.format),
         may_shrink: false,
         allow_dirs: options.allow_dirs.clone(),
-        remote_timeout: options.remote_timeout,
+        remote: options.remote.clone(),
         ..ResizeOptions::default()
     };
     resize(&plan.base, &grow, |_| Ok(size)).await.map(drop)

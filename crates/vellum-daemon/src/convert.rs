@@ -16,7 +16,6 @@ use std::cell::Cell;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 use vellum_core::{BlockSize, Context, Error, ErrorKind, GuestSpan, Result, SharedDisk, Storage as _};
 use vellum_format::image::FileGrowth;
@@ -29,7 +28,7 @@ use crate::bitmaps::{BitmapCopy, add_copies, may_add_copies};
 use crate::copy::{CopyCompression, CopyOptions, copy};
 use crate::create::{CreateTarget, create_native, create_qcow2_instead, new_luks, new_raw};
 use crate::host::check_new_name;
-use crate::image::{ImageOptions, open_image};
+use crate::image::{ImageOptions, Remote, open_image};
 use crate::joined::joined;
 use crate::replaced::replaced_that_reads;
 use crate::salvage::Salvaged;
@@ -67,8 +66,8 @@ pub struct Conversion {
     pub data_files: Vec<PathBuf>,
     /// Where references of the target may lead, besides its own directory.
     pub allow_dirs: Vec<PathBuf>,
-    /// How long a request to a remote image is held while it does not answer.
-    pub remote_timeout: Option<Duration>,
+    /// How remote images are asked for.
+    pub remote: Remote,
     /// Past the page cache.
     pub direct: bool,
     /// A raw or qcow2 target is written past the page cache where its file system can do that.
@@ -363,7 +362,7 @@ impl Copying<'_> {
             backing: self.how.backing.clone(),
             trust_backing: self.how.backing.is_none(),
             allow_dirs: self.how.allow_dirs.clone(),
-            remote_timeout: self.how.remote_timeout,
+            remote: self.how.remote.clone(),
             trust_base: false,
             secrets: self.how.secrets.clone(),
             stands_on_encrypted: Arc::default(),
@@ -399,7 +398,7 @@ impl Copying<'_> {
             writes_direct: self.writes_direct(),
             never_flushed: self.is_flushed_elsewhere(),
             allow_dirs: how.allow_dirs.iter().cloned().chain(beside).collect(),
-            remote_timeout: how.remote_timeout,
+            remote: how.remote.clone(),
             secrets: how.secrets.clone(),
             must_be_encrypted: how.must_be_encrypted,
             growth: self.growth(size),

@@ -4,7 +4,6 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 use vellum_core::pin::Pin;
 use vellum_core::{
@@ -21,7 +20,7 @@ use vellum_io::File;
 use vellum_layer::{Chain, Gate, Referrer, Trust};
 
 use crate::host::Host;
-use crate::image::{ImageOptions, new_file, open_image};
+use crate::image::{ImageOptions, Remote, new_file, open_image};
 use crate::making::Making;
 use crate::same_file::{files_of, first_same_file, refuse_same_file};
 use crate::template::{self, ListUse};
@@ -39,8 +38,8 @@ pub struct CreateTarget {
     pub trust_backing: bool,
     /// Where the backing image's own references may lead: directories, and prefixes of URLs.
     pub allow_dirs: Vec<PathBuf>,
-    /// How long a request to a remote image is held while it does not answer.
-    pub remote_timeout: Option<Duration>,
+    /// How remote images are asked for.
+    pub remote: Remote,
     /// A backing image at a URL that proves nothing never changes: the user says so.
     pub trust_base: bool,
     /// What opens the backing image, and those below it, where they are encrypted.
@@ -119,7 +118,7 @@ impl CreateTarget {
         let options = ImageOptions {
             format: Some(*format),
             allow_dirs: self.allow_dirs.clone(),
-            remote_timeout: self.remote_timeout,
+            remote: self.remote.clone(),
             trust_base: self.trust_base,
             secrets: self.secrets.clone(),
             ..ImageOptions::reading()

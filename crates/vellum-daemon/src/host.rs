@@ -10,13 +10,13 @@ use std::time::Instant;
 
 use futures_lite::FutureExt as _;
 use vellum_core::{
-    Context, Error, ErrorKind, LocalFuture, Offload, Result, Scheme, SharedStorage, Url, UrlPrefix, join_all,
+    Context, Error, ErrorKind, LocalFuture, Offload, Result, SharedStorage, Url, UrlPrefix, join_all,
 };
 use vellum_format::FormatKind;
 use vellum_io::{File, LockMode, OpenOptions, spawn_local, unblock, unblock_at};
 use vellum_layer::gate::{ALLOW_DIRS_VARIABLE, ALLOW_URLS_VARIABLE};
 use vellum_layer::{Gate, Identity, Opener, Purpose};
-use vellum_remote::nbd::{self, ClientOptions};
+use vellum_remote::nbd;
 use vellum_remote::{Opened, RemoteOptions};
 
 /// How files are opened.
@@ -131,7 +131,7 @@ async fn remote_identity(url: &Url, options: &RemoteOptions, asked: Instant) -> 
 
 /// Whether it names an export of an NBD server.
 pub(crate) fn is_nbd(url: &Url) -> bool {
-    matches!(url.scheme(), Scheme::Nbd | Scheme::NbdUnix)
+    url.scheme().is_nbd()
 }
 
 /// Whether a place that the user allows is the beginning of a URL.
@@ -174,7 +174,7 @@ impl Opener for Host {
                 match error.kind() {
                     std::io::ErrorKind::NotFound if is_url(&name) => Error::unsupported(format!(
                         "{name}: this way of naming a disk is not supported, only files, block devices and URLs that \
-                         begin with http, https, s3, nbd, nbd+unix or rbd; nbdfuse or qemu-nbd can provide it as a file"
+                         begin with http, https, s3, nbd, nbds, nbd+unix, nbds+unix or rbd; nbdfuse or qemu-nbd can provide it as a file"
                     )),
                     std::io::ErrorKind::NotFound => {
                         Error::new(ErrorKind::NotFound, format!("{name}: no such file"))
@@ -196,12 +196,7 @@ impl Opener for Host {
             return Box::pin(async move {
                 let url = url?;
                 if is_nbd(&url) && purpose == Purpose::Write {
-                    let options = ClientOptions {
-                        read_only: false,
-                        patience: self.options.remote.timeout,
-                        ..ClientOptions::default()
-                    };
-                    return Ok(nbd::open(&url.to_string().parse()?, options).await? as SharedStorage);
+                    return Ok(nbd::open(&url, &self.options.remote, false).await? as SharedStorage);
                 }
                 if purpose == Purpose::Write {
                     return Err(Error::new(

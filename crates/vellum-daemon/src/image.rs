@@ -17,10 +17,20 @@ use vellum_layer::hydrate::TapOptions;
 use vellum_layer::{
     Chain, ChainOptions, Encrypted, FlashChoice, Opener, Purpose, Referrer, Templates, Trust,
 };
+use vellum_remote::nbd::NbdTls;
 use vellum_remote::{REMOTE_TIMEOUT_DEFAULT, RemoteOptions};
 
 use crate::chunk_cache::CacheChoice;
 use crate::host::{CountedPool, Host, HostOptions, check_new_name};
+
+/// How remote images are asked for.
+#[derive(Debug, Clone, Default)]
+pub struct Remote {
+    /// How long a request is held while the server does not answer.
+    pub timeout: Option<Duration>,
+    /// How exports of NBD servers are encrypted.
+    pub nbd_tls: NbdTls,
+}
 
 /// How an image is opened.
 #[derive(Debug, Clone, Default)]
@@ -45,8 +55,8 @@ pub struct ImageOptions {
     pub allow_dirs: Vec<PathBuf>,
     /// A base at a URL that proves nothing never changes: the user says so.
     pub trust_base: bool,
-    /// How long a request to a remote base is held while it does not answer.
-    pub remote_timeout: Option<Duration>,
+    /// How remote images are asked for.
+    pub remote: Remote,
     /// Data files that images may have and write, because the user named them.
     pub data_files: Vec<PathBuf>,
     /// Whether space is prepared ahead of need while it is served.
@@ -107,7 +117,8 @@ impl ImageOptions {
             force_share: self.force_share,
             asks_remote: self.asks_remote.clone(),
             remote: RemoteOptions {
-                timeout: self.remote_timeout.unwrap_or(REMOTE_TIMEOUT_DEFAULT),
+                timeout: self.remote.timeout.unwrap_or(REMOTE_TIMEOUT_DEFAULT),
+                nbd_tls: self.remote.nbd_tls.clone(),
                 allowed: Host::url_prefixes(&self.allow_dirs)?,
                 cache: match self
                     .chunk_cache

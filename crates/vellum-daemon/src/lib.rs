@@ -89,7 +89,7 @@ pub use create::{
 pub use flash::{FlashSpec, policy_of};
 pub use grow::GrowHook;
 pub use host::{CountedPool, Host, HostOptions, Pool};
-pub use image::{ImageOptions, open_image};
+pub use image::{ImageOptions, Remote, open_image};
 pub use nbd_devices::disconnect_nbd_device;
 pub use notify::NotifySocket;
 pub use rights::{SocketRights, identity_of};
@@ -103,7 +103,7 @@ pub use tls::TlsFiles;
 pub use window::Part;
 
 // The types of the crates below that callers give to these functions and get from them.
-pub use vellum_export::nbd::{ServerIdentity, SessionLimits, TlsClient};
+pub use vellum_export::nbd::SessionLimits;
 pub use vellum_flash::{FlashPolicy, Look as FlashLook, RowFacts as FlashRow};
 pub use vellum_format::image::{
     Amend, Bitmap, BitmapChange, Bits, Fact, Machine, MergeSource, Snapshot, Wanted,
@@ -125,5 +125,7 @@ pub use vellum_layer::hydrate::trace::{TRACE_BYTES_MAX, Trace};
 pub use vellum_layer::hydrate::{PrefetchLimits, Run};
 pub use vellum_layer::valve::RateLimits;
 pub use vellum_layer::{DiscardMode, Encrypted, SparseMode, ZeroDetection};
-pub use vellum_remote::nbd::{FLAG_NAMES as NBD_FLAG_NAMES, ListedExport, list as list_nbd_exports};
+pub use vellum_remote::nbd::{
+    FLAG_NAMES as NBD_FLAG_NAMES, ListedExport, NbdTls, TlsChoice, list as list_nbd_exports,
+};
 pub use vellum_remote::{end_programs, wait_for_closed};

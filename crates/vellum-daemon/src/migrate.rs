@@ -14,7 +14,7 @@ use vellum_io::Draft;
 pub use vellum_layer::migrate::{Goal, Side, Step, Written, next};
 
 use crate::create::{CreateTarget, create_native, create_qcow2};
-use crate::image::{ImageOptions, open_file, open_image};
+use crate::image::{ImageOptions, Remote, open_file, open_image};
 
 /// The target of a migration.
 #[derive(Debug, Clone)]
@@ -25,6 +25,8 @@ pub struct NewTarget {
     pub format: FormatKind,
     /// The URL of the source's export.
     pub source: String,
+    /// How it is asked for.
+    pub remote: Remote,
     /// The options of a qcow2 image.
     pub qcow2: qcow2::CreateOptions,
     /// The options of a native image.
@@ -45,7 +47,8 @@ pub async fn prepare(target: &NewTarget) -> Result<(MoveNumber, u64)> {
     if target.path.symlink_metadata().is_ok() {
         return Err(exists());
     }
-    let source = open_image(Path::new(&target.source), &ImageOptions::reading()).await?;
+    let reading = ImageOptions { remote: target.remote.clone(), ..ImageOptions::reading() };
+    let source = open_image(Path::new(&target.source), &reading).await?;
     let size = source.disk().geometry().size;
     let proof = source.top().storage.proof();
     source.close().await?;
@@ -93,7 +96,7 @@ async fn make(target: &NewTarget, path: &Path, size: u64) -> Result<MoveNumber> 
         // Nothing is derived from what the source holds: it is still written.
         trust_backing: true,
         allow_dirs: Vec::new(),
-        remote_timeout: None,
+        remote: target.remote.clone(),
         trust_base: false,
         secrets: Default::default(),
         stands_on_encrypted: Default::default(),

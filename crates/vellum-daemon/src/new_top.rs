@@ -106,7 +106,7 @@ impl NewTop {
             backing: Some(backing),
             trust_backing: true,
             allow_dirs: Vec::new(),
-            remote_timeout: None,
+            remote: Default::default(),
             trust_base: false,
             secrets: Arc::default(),
             stands_on_encrypted: Arc::default(),

@@ -107,7 +107,7 @@ impl NewImage {
             backing: self.backing_of_image(path)?,
             trust_backing: false,
             allow_dirs: self.allow_dirs.clone(),
-            remote_timeout: None,
+            remote: Default::default(),
             trust_base: false,
             secrets: Default::default(),
             stands_on_encrypted: Default::default(),

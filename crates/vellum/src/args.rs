@@ -4,17 +4,17 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::ValueEnum;
-use vellum_core::{Error, Result, UrlPrefix};
+use vellum_core::{Error, Result, Url, UrlPrefix};
 use vellum_daemon::chunk_cache::CacheChoice;
 use vellum_daemon::keys::NewEncryption;
 use vellum_daemon::{
-    Compression, FormatKind, Hash, ImageOptions, JOURNAL_BYTES_DEFAULT, NativeOptions, Prealloc,
-    Preallocation, Qcow2Options, Secrets,
+    Compression, FormatKind, Hash, ImageOptions, JOURNAL_BYTES_DEFAULT, NativeOptions, NbdTls, Prealloc,
+    Preallocation, Qcow2Options, Remote, Secrets, TlsChoice,
 };
 
 use crate::config::allowed;
 use crate::key_values::split_options;
-use crate::names::named;
+use crate::names::{Named, named};
 use crate::secrets::SecretArgs;
 
 /// How results are printed.
@@ -62,9 +62,63 @@ pub(crate) struct AllowArgs {
     /// For example https://host/templates/ or s3://bucket/. By default, an image must not refer to a URL.
     #[arg(long, value_name = "PREFIX", value_parser = parse_url_prefix)]
     pub(crate) allow_url: Vec<UrlPrefix>,
+    #[command(flatten)]
+    pub(crate) remote: RemoteArgs,
+}
+
+/// How long remote images are waited for, and how exports of NBD servers are encrypted
+#[derive(Debug, Clone, Default, clap::Args)]
+pub(crate) struct RemoteArgs {
     /// How long to wait for a remote image that does not answer, in seconds (default 60)
     #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
-    pub(crate) remote_timeout: Option<Duration>,
+    remote_timeout: Option<Duration>,
+    /// For NBD exports named nbds:…, ca-cert.pem in DIR, and client-cert.pem and client-key.pem if they exist
+    ///
+    /// Default: the authorities that this host trusts, and no certificate.
+    #[arg(long, value_name = "DIR")]
+    tls_certificates: Option<PathBuf>,
+    /// For NBD exports named nbds:…, the name that the server's certificate must be for. Default: the host of the URL; at a Unix socket, any
+    #[arg(long, value_name = "NAME")]
+    tls_hostname: Option<String>,
+    /// For NBD exports named nbds:…, accept any server
+    #[arg(long, conflicts_with = "tls_hostname")]
+    tls_unverified: bool,
+}
+
+impl RemoteArgs {
+    /// As the library takes it, with the certificates that these images have been given by options.
+    pub(crate) fn of(&self, named: &[&Named], secrets: &SecretArgs) -> Result<Remote> {
+        with_certificates(self.usual(), named, secrets)
+    }
+
+    /// The same, where no image has its own.
+    pub(crate) fn usual(&self) -> Remote {
+        let usual = TlsChoice {
+            directory: self.tls_certificates.clone(),
+            hostname: self.tls_hostname.clone(),
+            is_unverified: self.tls_unverified,
+        };
+        Remote { timeout: self.remote_timeout, nbd_tls: NbdTls { usual, of: Vec::new() } }
+    }
+}
+
+/// The same for all images but those that have been given certificates by options.
+pub(crate) fn with_certificates(
+    mut remote: Remote,
+    named: &[&Named],
+    secrets: &SecretArgs,
+) -> Result<Remote> {
+    let of = &mut remote.nbd_tls.of;
+    for named in named {
+        let Some(tls) = &named.tls else { continue };
+        let Some(url) = Url::of_path(&named.path).transpose()? else { continue };
+        let choice = secrets.certificates(&tls.id, tls.hostname.as_deref(), url.scheme().is_nbd_socket())?;
+        if of.iter().any(|(other, its)| *other == url && *its != choice) {
+            return Err(Error::unsupported(format!("{url}: the same export with two different tls-creds")));
+        }
+        of.push((url, choice));
+    }
+    Ok(remote)
 }
 
 impl AllowArgs {
@@ -92,20 +146,17 @@ impl ReadArgs {
     /// The image that the user names in this way, and how it is opened.
     pub(crate) fn open(&self, file: &Path) -> Result<(PathBuf, ImageOptions)> {
         let named = named(file, self.format, self.image_opts)?;
-        let must_be_encrypted = named.must_be_encrypted();
-        Ok((named.path, ImageOptions { format: named.format, must_be_encrypted, ..self.options()? }))
-    }
-
-    fn options(&self) -> Result<ImageOptions> {
-        Ok(ImageOptions {
+        let options = ImageOptions {
+            must_be_encrypted: named.must_be_encrypted(),
             secrets: self.secrets.read()?,
             may_be_weak: true,
-            format: self.format,
+            format: named.format,
             force_share: self.force_share,
             allow_dirs: self.allow.places(),
-            remote_timeout: self.allow.remote_timeout,
+            remote: self.allow.remote.of(&[&named], &self.secrets)?,
             ..ImageOptions::reading()
-        })
+        };
+        Ok((named.path, options))
     }
 }
 

@@ -12,6 +12,7 @@ mod getopt;
 mod key_values;
 mod log;
 mod names;
+mod objects;
 mod output;
 mod progress;
 mod protocol;

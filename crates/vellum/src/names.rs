@@ -8,7 +8,7 @@
 //!            file, host_device   the bytes of `filename` are the disk: raw
 //!            nbd, http, https    the bytes there are the disk: raw
 //!            none                the format is that of the content
-//!   file     driver, filename, and for nbd: server, export, host, port, path
+//!   file     driver, filename, and for nbd: server, export, host, port, path, tls-creds, tls-hostname
 //! ```
 //!
 //! 1. Only names that a user gives are read in this way. One that stands in an image is never taken apart: the gate for
@@ -33,6 +33,16 @@ pub(crate) struct Named {
     pub(crate) format: Option<FormatKind>,
     /// The options say that it is encrypted.
     pub(crate) is_encrypted: bool,
+    /// The options say whose certificates are for its server.
+    pub(crate) tls: Option<NamedTls>,
+}
+
+/// Certificates, by the ID of their object.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct NamedTls {
+    pub(crate) id: String,
+    /// The name that the server's certificate must be for, instead of the host's.
+    pub(crate) hostname: Option<String>,
 }
 
 impl Named {
@@ -93,7 +103,7 @@ fn read_name(
     is_options: bool,
     take: impl FnOnce(&mut BTreeMap<String, String>) -> Result<()>,
 ) -> Result<Named> {
-    let plain = || Ok(Named { path: place_of(text)?, format, is_encrypted: false });
+    let plain = || Ok(Named { path: place_of(text)?, format, is_encrypted: false, tls: None });
     let Some(string) = text.to_str() else { return plain() };
     let mut keys = match (is_options, string.strip_prefix(PREFIX)) {
         (false, None) => return plain(),
@@ -152,9 +162,9 @@ fn of_keys(mut keys: BTreeMap<String, String>) -> Result<Named> {
     let format = match driver.as_deref() {
         // Bytes that have no format are a disk.
         Some(protocol) if PROTOCOLS.contains(&protocol) => {
-            let path = place(protocol, "", &mut keys)?;
+            let (path, tls) = place(protocol, "", &mut keys)?;
             refuse_rest(&keys)?;
-            return Ok(Named { path, format: Some(FormatKind::Raw), is_encrypted: false });
+            return Ok(Named { path, format: Some(FormatKind::Raw), is_encrypted: false, tls });
         }
         Some(format) => Some(format.parse::<FormatKind>()?),
         None => None,
@@ -166,48 +176,70 @@ fn of_keys(mut keys: BTreeMap<String, String>) -> Result<Named> {
         let is_nbd = keys.keys().any(|key| key.starts_with("file.server") || key == "file.export");
         if is_nbd { "nbd".to_owned() } else { "file".to_owned() }
     });
-    let path = place(&protocol, "file.", &mut keys)?;
+    let (path, tls) = place(&protocol, "file.", &mut keys)?;
     if let Some(kind) = keys.get("encrypt.format").filter(|kind| !["luks", "aes"].contains(&kind.as_str())) {
         return Err(Error::unsupported(format!("encrypt.format={kind}: use luks")));
     }
     let is_encrypted = ENCRYPTED.iter().fold(false, |any, key| any | keys.remove(*key).is_some());
     refuse_rest(&keys)?;
-    Ok(Named { path, format, is_encrypted })
+    Ok(Named { path, format, is_encrypted, tls })
 }
 
-/// Takes the keys that say where the bytes are.
-fn place(protocol: &str, prefix: &str, keys: &mut BTreeMap<String, String>) -> Result<PathBuf> {
+/// Takes the keys that say where the bytes are, and whose certificates are for their server.
+fn place(
+    protocol: &str,
+    prefix: &str,
+    keys: &mut BTreeMap<String, String>,
+) -> Result<(PathBuf, Option<NamedTls>)> {
     let mut take = |name: &str| keys.remove(&format!("{prefix}{name}"));
     let missing = |name: &str| Error::invalid(format!("{prefix}{name} is missing"));
     match protocol {
-        "file" | "host_device" => Ok(take("filename").ok_or_else(|| missing("filename"))?.into()),
-        "http" | "https" => Ok(take("url").ok_or_else(|| missing("url"))?.into()),
+        "file" | "host_device" => Ok((take("filename").ok_or_else(|| missing("filename"))?.into(), None)),
+        "http" | "https" => Ok((take("url").ok_or_else(|| missing("url"))?.into(), None)),
         "nbd" => {
-            if let Some(url) = take("filename").or_else(|| take("uri")) {
-                return Ok(url.into());
-            }
-            let export: String = take("export").unwrap_or_default().bytes().map(escaped).collect();
-            let kind = take("server.type");
-            let socket = take("server.path").or_else(|| take("path"));
-            let (host, port) =
-                (take("server.host").or_else(|| take("host")), take("server.port").or_else(|| take("port")));
-            match (kind.as_deref(), socket, host) {
-                (Some("unix") | None, Some(socket), None) => {
-                    let socket: String = socket.bytes().map(escaped).collect();
-                    Ok(format!("nbd+unix:///{export}?socket={socket}").into())
+            let tls = match (take("tls-creds"), take("tls-hostname")) {
+                (Some(id), hostname) => Some(NamedTls { id, hostname }),
+                (None, Some(_)) => {
+                    return Err(Error::invalid(format!(
+                        "{prefix}tls-hostname: {prefix}tls-creds is missing"
+                    )));
                 }
-                (Some("inet") | None, None, Some(host)) => {
-                    let host = if host.contains(':') { format!("[{host}]") } else { host };
-                    Ok(format!("nbd://{host}:{}/{export}", port.as_deref().unwrap_or("10809")).into())
-                }
-                _ => Err(Error::invalid(format!(
-                    "{prefix}server: give type=unix and path, or type=inet and host"
-                ))),
-            }
+                (None, None) => None,
+            };
+            let url = nbd_place(prefix, &mut take)?;
+            // Who names certificates wants TLS, whatever a URL says.
+            let url = match url.strip_prefix("nbd").filter(|rest| tls.is_some() && !rest.starts_with('s')) {
+                Some(rest) => format!("nbds{rest}"),
+                None => url,
+            };
+            Ok((url.into(), tls))
         }
         other => Err(Error::unsupported(format!(
             "the driver {other} is not supported: use file, nbd, http or https"
         ))),
+    }
+}
+
+/// The URL of an export that keys name.
+fn nbd_place(prefix: &str, take: &mut dyn FnMut(&str) -> Option<String>) -> Result<String> {
+    if let Some(url) = take("filename").or_else(|| take("uri")) {
+        return Ok(url);
+    }
+    let export: String = take("export").unwrap_or_default().bytes().map(escaped).collect();
+    let kind = take("server.type");
+    let socket = take("server.path").or_else(|| take("path"));
+    let host = take("server.host").or_else(|| take("host"));
+    let port = take("server.port").or_else(|| take("port"));
+    match (kind.as_deref(), socket, host) {
+        (Some("unix") | None, Some(socket), None) => {
+            let socket: String = socket.bytes().map(escaped).collect();
+            Ok(format!("nbd+unix:///{export}?socket={socket}"))
+        }
+        (Some("inet") | None, None, Some(host)) => {
+            let host = if host.contains(':') { format!("[{host}]") } else { host };
+            Ok(format!("nbd://{host}:{}/{export}", port.as_deref().unwrap_or("10809")))
+        }
+        _ => Err(Error::invalid(format!("{prefix}server: give type=unix and path, or type=inet and host"))),
     }
 }
 
@@ -271,6 +303,32 @@ mod tests {
             ),
         ] {
             assert_eq!(means(text, false), found(path, format), "{text}");
+        }
+    }
+
+    #[test]
+    fn certificates_are_named_by_keys_and_make_it_tls() {
+        let tls = |id: &str, hostname: Option<&str>| {
+            Some(NamedTls { id: id.to_owned(), hostname: hostname.map(str::to_owned) })
+        };
+        for (text, path, expected) in [
+            ("driver=nbd,host=h,port=10,tls-creds=t", "nbds://h:10/", tls("t", None)),
+            (
+                "driver=qcow2,file.driver=nbd,file.server.path=/s,file.tls-creds=t,file.tls-hostname=n",
+                "nbds+unix:///?socket=/s",
+                tls("t", Some("n")),
+            ),
+            ("driver=nbd,uri=nbd://h/x,tls-creds=t", "nbds://h/x", tls("t", None)),
+            ("driver=nbd,uri=nbds://h/x,tls-creds=t", "nbds://h/x", tls("t", None)),
+            ("driver=nbd,uri=nbds://h/x", "nbds://h/x", None),
+        ] {
+            let found = named(Path::new(text), None, true).unwrap();
+            assert_eq!((found.path.to_str().unwrap(), found.tls), (path, expected), "{text}");
+        }
+        let json = r#"json:{"driver":"raw","file":{"driver":"nbd","host":"h","tls-creds":"t"}}"#;
+        assert_eq!(named(Path::new(json), None, false).unwrap().tls, tls("t", None));
+        for text in ["driver=nbd,host=h,tls-hostname=n", "driver=file,filename=a,tls-creds=t"] {
+            assert!(named(Path::new(text), None, true).unwrap_err().chain().contains("tls-"), "{text}");
         }
     }
 

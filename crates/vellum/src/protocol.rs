@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::builder::{OsStringValueParser, TypedValueParser};
-use vellum_core::{Error, Result, Scheme, Url};
+use vellum_core::{Error, Result, Url};
 
 /// How QEMU's programs begin the name of an export.
 const EXPORT: &str = ":exportname=";
@@ -64,8 +64,7 @@ pub(crate) fn as_file(name: &Path) -> PathBuf {
 
 /// Whether this name is that of an export of an NBD server.
 pub(crate) fn is_nbd(name: &Path) -> bool {
-    let scheme = Url::of_path(name).and_then(Result::ok).map(|url| url.scheme());
-    matches!(scheme, Some(Scheme::Nbd | Scheme::NbdUnix))
+    Url::of_path(name).and_then(Result::ok).is_some_and(|url| url.scheme().is_nbd())
 }
 
 fn place_as(name: &Path, is_strict: bool) -> Result<PathBuf> {

@@ -7,6 +7,8 @@
 //!   --object secret,id=sec0,file=PATH     the same in the words of qemu-img
 //! ```
 //!
+//! Among the objects are also the certificates for servers of NBD exports: `--object tls-creds-x509,id=tls0,endpoint=client,dir=DIR`.
+//!
 //! `format=base64` says that what is there is the base64 text of the secret. What other processes can see, and what
 //! shells keep (`data=` in the words of qemu-img), is refused, and no message repeats it.
 
@@ -16,9 +18,10 @@ use std::sync::Arc;
 
 use vellum_core::{Context, Error, Result};
 use vellum_daemon::control::SecretFile;
-use vellum_daemon::{Secret, Secrets};
+use vellum_daemon::{Secret, Secrets, TlsChoice};
 
 use crate::key_values::split_options;
+use crate::objects::Objects;
 
 /// Where the secrets are that open encrypted images
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -30,6 +33,8 @@ pub(crate) struct SecretArgs {
     #[arg(long, value_name = "id=NAME,file=FILE")]
     secret: Vec<String>,
     /// As --secret, in the words of qemu-img: secret,id=NAME,file=FILE
+    ///
+    /// Also certificates for images that are named by options with tls-creds=NAME: tls-creds-x509,id=NAME,endpoint=client,dir=DIR.
     #[arg(long, value_name = "secret,id=NAME,file=FILE")]
     object: Vec<String>,
 }
@@ -68,18 +73,42 @@ impl SecretArgs {
         }
         for spec in &self.object {
             let Some((_, rest)) = spec.split_once(',').filter(|(kind, _)| *kind == "secret") else {
-                return Err(only_secrets(spec));
+                self.note_certificates(&mut Objects::default(), spec)?;
+                continue;
             };
             let (name, secret) = read_one("--object secret", rest)?;
             secrets.add(&name, secret)?;
         }
         Ok(Arc::new(secrets))
     }
+
+    /// The certificates of this name, for an image at an NBD server. A Unix socket has no name of its own.
+    pub(crate) fn certificates(&self, id: &str, host: Option<&str>, is_unix: bool) -> Result<TlsChoice> {
+        let mut objects = Objects::default();
+        for spec in self.object.iter().filter(|spec| !spec.starts_with("secret,")) {
+            self.note_certificates(&mut objects, spec)?;
+        }
+        objects.of_image(id, host, is_unix).map_err(|why| Error::invalid(format!("tls-creds={id}: {why}")))
+    }
+
+    fn note_certificates(&self, objects: &mut Objects, spec: &str) -> Result<()> {
+        // A secret that is written as JSON is none of them.
+        let kind = spec.split_once(',').map_or("", |(kind, _)| kind);
+        let noted = objects.note(spec).map_err(|why| match why.starts_with("--object") {
+            true => Error::unsupported(why),
+            false => Error::invalid(format!("--object {kind}: {why}")),
+        });
+        let is_usable = noted? && objects.has_certificates();
+        if is_usable { Ok(()) } else { Err(only_secrets(spec)) }
+    }
 }
 
 fn only_secrets(spec: &str) -> Error {
     let kind = spec.split_once(',').map_or(spec, |(kind, _)| kind);
-    Error::unsupported(format!("--object {kind}: the only kind of object is secret"))
+    let kind = if kind.starts_with('{') { "{…}" } else { kind };
+    Error::unsupported(format!(
+        "--object {kind}: the kinds of object are secret,id=NAME,file=FILE and tls-creds-x509,id=NAME,endpoint=client,dir=DIR"
+    ))
 }
 
 /// The name of a secret, and what is where the user says.

@@ -29,6 +29,15 @@ const OF_QEMU_NBD: &[(&str, &str)] = &[
     ("--temporary", "--snapshot"),
 ];
 
+/// Options of ours for images, and what the programs have in place of them.
+const OF_IMAGES: &[(&str, &str)] = &[
+    (
+        "--tls-certificates DIR",
+        "--object tls-creds-x509,id=ID,endpoint=client,dir=DIR with tls-creds=ID among the --image-opts",
+    ),
+    ("--tls-hostname NAME", "tls-hostname=NAME among the --image-opts"),
+];
+
 /// The commands of ours that command lines of `qemu-nbd` become: to serve, to list (`-L`), to disconnect (`-d`).
 const OF_QEMU_NBD_LINES: &[&str] = &["serve", "export", "client"];
 
@@ -136,6 +145,15 @@ impl Program {
     /// What the program calls the option of ours with which this text begins, and how much of the text that is; nothing, where it
     /// has none.
     fn theirs(self, text: &str, option: &str) -> Option<(Cow<'static, str>, usize)> {
+        let is_for_image = match self {
+            Self::QemuNbd => !LISTS.load(Ordering::Relaxed),
+            Self::QemuImg(command) => command.options().any(|row| row.means == Meaning::Same("--object")),
+        };
+        if let Some((ours, theirs)) =
+            OF_IMAGES.iter().find(|(ours, _)| is_for_image && text.starts_with(ours))
+        {
+            return Some(((*theirs).into(), ours.len()));
+        }
         match self {
             Self::QemuNbd => {
                 let ours = OF_QEMU_NBD.iter().find(|(ours, _)| {
@@ -219,7 +237,7 @@ mod tests {
             ("use --read-only to keep them", "use --read-only to keep them"),
             (
                 "the server wants TLS: use --tls-certificates DIR",
-                "the server wants TLS: use --object tls-creds-x509,id=ID,endpoint=client,dir=DIR --tls-creds ID",
+                "the server wants TLS: use --object tls-creds-x509,id=ID,endpoint=client,dir=DIR with tls-creds=ID among the --image-opts",
             ),
             (
                 "or use --force-share to read it while it changes",
@@ -258,6 +276,11 @@ mod tests {
                 "give the secret that opens it with `vellum bitmap --secret id=NAME,file=FILE`",
             ),
             ("convert", "use --direct", "use -t none"),
+            (
+                "info",
+                "use --tls-hostname NAME, with a name that it is for",
+                "use tls-hostname=NAME among the --image-opts, with a name that it is for",
+            ),
             ("convert", "use --out-of-order, or --format and --rate", "use -W, or --format and --rate"),
             ("create", "`--unsafe-backing` does not open it", "`-u` does not open it"),
             ("rebase", "or --unsafe, or --trust-base", "or --unsafe, or vellum rebase --trust-base"),

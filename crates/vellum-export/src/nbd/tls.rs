@@ -96,11 +96,7 @@ impl Tls {
             .map_err(|error| Error::invalid(format!("can't use TLS: {error}")))?;
         let builder = if verifies_clients {
             let path = directory.join("ca-cert.pem");
-            let mut roots = RootCertStore::empty();
-            for certificate in certificates(&path)? {
-                roots.add(certificate).map_err(|error| unreadable(&path, "an authority", &error))?;
-            }
-            let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider)
+            let verifier = WebPkiClientVerifier::builder_with_provider(trusted(&path)?, provider)
                 .with_crls(revoked(&directory.join("ca-crl.pem"))?)
                 .allow_unknown_revocation_status() // a certificate whose issuer has no list is not revoked
                 .build()
@@ -142,6 +138,15 @@ pub(super) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> 
     Ok(all)
 }
 
+/// The authorities in a file.
+pub(super) fn trusted(path: &Path) -> Result<Arc<RootCertStore>> {
+    let mut roots = RootCertStore::empty();
+    for certificate in certificates(path)? {
+        roots.add(certificate).map_err(|error| unreadable(path, "an authority", &error))?;
+    }
+    Ok(Arc::new(roots))
+}
+
 /// The lists of revoked certificates, if there are any.
 pub(super) fn revoked(path: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>> {
     if !path.try_exists().is_ok_and(|exists| !exists) {
@@ -169,7 +174,12 @@ pub struct TlsStream<'a> {
     connection: RefCell<Connection>,
     /// What has come and rustls has not taken.
     inbox: RefCell<Inbox>,
+    /// Explains errors of rustls, where this is the client's side.
+    explain: Option<Explain>,
 }
+
+/// What an error of rustls means to a client, who has been told whom to trust.
+pub(super) type Explain = Arc<dyn Fn(&rustls::Error) -> Error>;
 
 /// Why there is no TLS.
 enum Unshaken {
@@ -202,8 +212,8 @@ impl<'a> TlsStream<'a> {
             tracing::warn!("can't start TLS: {error}");
             Ending::Refused("TLS could not be started")
         })?;
-        Self::shake_hands(inner, connection.into(), limits.handshake_bytes_max).await.map_err(|unshaken| {
-            match unshaken {
+        Self::shake_hands(inner, connection.into(), None, limits.handshake_bytes_max).await.map_err(
+            |unshaken| match unshaken {
                 Unshaken::Refused(error) => {
                     tracing::debug!(error = error.chain(), "no TLS");
                     Ending::Refused("the TLS handshake failed")
@@ -211,33 +221,41 @@ impl<'a> TlsStream<'a> {
                 Unshaken::Failed(error) => Ending::Failed(error),
                 Unshaken::Hangup => Ending::Hangup,
                 Unshaken::Excess => Ending::Refused("too many bytes before an export was chosen"),
-            }
-        })
+            },
+        )
     }
 
     /// The client's side of it.
-    pub(super) async fn connect(inner: &'a dyn ByteStream, connection: ClientConnection) -> Result<Self> {
-        Self::shake_hands(inner, connection.into(), CLIENT_HANDSHAKE_BYTES_MAX).await.map_err(|unshaken| {
-            match unshaken {
-                Unshaken::Refused(error) => error.context("the TLS handshake failed"),
-                Unshaken::Failed(error) => error,
-                Unshaken::Hangup => Error::new(
-                    ErrorKind::Closed,
-                    "the server has closed the connection in the TLS handshake: it may want another certificate",
-                ),
-                Unshaken::Excess => Error::invalid("the server's part of the TLS handshake is too long"),
-            }
+    pub(super) async fn connect(
+        inner: &'a dyn ByteStream,
+        connection: ClientConnection,
+        explain: Explain,
+    ) -> Result<Self> {
+        let shaken = Self::shake_hands(inner, connection.into(), Some(explain), CLIENT_HANDSHAKE_BYTES_MAX);
+        shaken.await.map_err(|unshaken| match unshaken {
+            Unshaken::Refused(error) => error.context("the TLS handshake failed"),
+            Unshaken::Failed(error) => error,
+            Unshaken::Hangup => Error::new(
+                ErrorKind::Closed,
+                "the server has closed the connection in the TLS handshake: it may want another certificate",
+            ),
+            Unshaken::Excess => Error::invalid("the server's part of the TLS handshake is too long"),
         })
     }
 
     async fn shake_hands(
         inner: &'a dyn ByteStream,
         mut connection: Connection,
+        explain: Option<Explain>,
         mut bytes_left: u64,
     ) -> Result<Self, Unshaken> {
         connection.set_buffer_limit(Some(SEALED_BYTES));
-        let stream =
-            Self { inner, connection: RefCell::new(connection), inbox: RefCell::new(Inbox::default()) };
+        let stream = Self {
+            inner,
+            connection: RefCell::new(connection),
+            inbox: RefCell::new(Inbox::default()),
+            explain,
+        };
         loop {
             // Errors are also sent to the other side, as an alert, before the connection ends.
             let understood = stream.take_in();
@@ -300,9 +318,10 @@ impl<'a> TlsStream<'a> {
             let taken =
                 connection.read_tls(&mut rest).map_err(|error| Error::io(error, "the TLS buffer is full"))?;
             *start += taken;
-            let state = connection
-                .process_new_packets()
-                .map_err(|error| Error::new(ErrorKind::Invalid, format!("invalid TLS data: {error}")))?;
+            let state = connection.process_new_packets().map_err(|error| match &self.explain {
+                Some(explain) => explain(&error),
+                None => Error::new(ErrorKind::Invalid, format!("invalid TLS data: {error}")),
+            })?;
             if taken == 0 {
                 return Err(Error::new(ErrorKind::Invalid, "invalid TLS data: a record is too long"));
             }

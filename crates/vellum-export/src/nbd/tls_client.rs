@@ -1,11 +1,14 @@
 //! The client's side of TLS: whom it trusts, and its own certificate.
 //!
+//! Its authorities, and its own certificate, are in a directory that is laid out as QEMU and libnbd have it. Without one the authorities are
+//! those of this host, as for `https:`, and it has no certificate.
+//!
 //! 1. The server's chain is verified in any case, unless the caller asks for no verification at all; its name where the caller has one. On a
 //!    Unix socket there is none.
 //! 2. Where files cannot be read there is no connection. No certificate of its own is needed unless the server wants one.
 
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rustls::client::WebPkiServerVerifier;
@@ -14,11 +17,12 @@ use rustls::crypto::{CryptoProvider, ring, verify_tls12_signature, verify_tls13_
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use rustls::{
-    CertificateError, ClientConfig, ClientConnection, DigitallySignedStruct, RootCertStore, SignatureScheme,
+    AlertDescription, CertificateError, ClientConfig, ClientConnection, DigitallySignedStruct, RootCertStore,
+    SignatureScheme,
 };
-use vellum_core::{ByteStream, Error, Result};
+use vellum_core::{ByteStream, Error, ErrorKind, Result};
 
-use super::tls::{TlsStream, certificates, revoked, unreadable};
+use super::tls::{TlsStream, certificates, revoked, trusted, unreadable};
 
 /// Who the server must be.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -36,6 +40,8 @@ pub enum ServerIdentity {
 pub struct TlsClient {
     config: Arc<ClientConfig>,
     name: ServerName<'static>,
+    /// Where it all was, for messages.
+    directory: Option<PathBuf>,
 }
 
 impl fmt::Debug for TlsClient {
@@ -45,12 +51,12 @@ impl fmt::Debug for TlsClient {
 }
 
 impl TlsClient {
-    /// Reads `ca-cert.pem` of a directory, `ca-crl.pem` if it exists, and `client-cert.pem` with `client-key.pem` if they do: the layout
-    /// of QEMU and libnbd.
+    /// Reads `ca-cert.pem` of a directory, `ca-crl.pem` if it exists, and `client-cert.pem` with `client-key.pem` if they do. Without a
+    /// directory the authorities are those of this host.
     ///
     /// # Errors
     /// When a file is missing, or holds something else; for an impossible name of the server.
-    pub fn from_directory(directory: &Path, identity: ServerIdentity) -> Result<Self> {
+    pub fn new(directory: Option<&Path>, identity: ServerIdentity) -> Result<Self> {
         let provider = Arc::new(ring::default_provider());
         let builder = ClientConfig::builder_with_provider(provider.clone())
             .with_safe_default_protocol_versions()
@@ -58,16 +64,18 @@ impl TlsClient {
         let verifier: Arc<dyn ServerCertVerifier> = match identity {
             ServerIdentity::Anybody => Arc::new(Nameless { provider, chain: None }),
             ServerIdentity::Named(_) | ServerIdentity::Known => {
-                let path = directory.join("ca-cert.pem");
-                let mut roots = RootCertStore::empty();
-                for certificate in certificates(&path)? {
-                    roots.add(certificate).map_err(|error| unreadable(&path, "an authority", &error))?;
-                }
-                let verifier = WebPkiServerVerifier::builder_with_provider(Arc::new(roots), provider.clone())
-                    .with_crls(revoked(&directory.join("ca-crl.pem"))?)
+                let (roots, revoked, place) = match directory {
+                    Some(directory) => {
+                        let path = directory.join("ca-cert.pem");
+                        (trusted(&path)?, revoked(&directory.join("ca-crl.pem"))?, path)
+                    }
+                    None => (trusted_by_host()?, Vec::new(), PathBuf::from("what this host trusts")),
+                };
+                let verifier = WebPkiServerVerifier::builder_with_provider(roots, provider.clone())
+                    .with_crls(revoked)
                     .allow_unknown_revocation_status() // a certificate whose issuer has no list is not revoked
                     .build()
-                    .map_err(|error| unreadable(&path, "an authority", &error))?;
+                    .map_err(|error| unreadable(&place, "an authority", &error))?;
                 match identity {
                     ServerIdentity::Named(_) => verifier,
                     _ => Arc::new(Nameless { provider, chain: Some(verifier) }),
@@ -75,17 +83,18 @@ impl TlsClient {
             }
         };
         let builder = builder.dangerous().with_custom_certificate_verifier(verifier);
-        let own = directory.join("client-cert.pem");
-        let mut config = if own.try_exists().is_ok_and(|exists| !exists) {
-            builder.with_no_client_auth()
-        } else {
-            let key_path = directory.join("client-key.pem");
-            let key = PrivateKeyDer::from_pem_file(&key_path)
-                .map_err(|error| unreadable(&key_path, "a private key without a password", &error))?;
-            builder.with_client_auth_cert(certificates(&own)?, key).map_err(|error| {
-                let doing = format!("can't use the certificate and the key in {}", directory.display());
-                Error::invalid(format!("{doing}: {error}"))
-            })?
+        let own = directory.map(|directory| (directory, directory.join("client-cert.pem")));
+        let mut config = match own.filter(|(_, own)| !own.try_exists().is_ok_and(|exists| !exists)) {
+            None => builder.with_no_client_auth(),
+            Some((directory, own)) => {
+                let key_path = directory.join("client-key.pem");
+                let key = PrivateKeyDer::from_pem_file(&key_path)
+                    .map_err(|error| unreadable(&key_path, "a private key without a password", &error))?;
+                builder.with_client_auth_cert(certificates(&own)?, key).map_err(|error| {
+                    let doing = format!("can't use the certificate and the key in {}", directory.display());
+                    Error::invalid(format!("{doing}: {error}"))
+                })?
+            }
         };
         let name = match identity {
             ServerIdentity::Named(name) => ServerName::try_from(name.clone()).map_err(|_| {
@@ -96,7 +105,7 @@ impl TlsClient {
                 ServerName::try_from("localhost").expect("a name")
             }
         };
-        Ok(Self { config: Arc::new(config), name })
+        Ok(Self { config: Arc::new(config), name, directory: directory.map(Path::to_owned) })
     }
 
     /// The client's side of the handshake, after the server has agreed to it.
@@ -106,7 +115,87 @@ impl TlsClient {
     pub async fn connect<'a>(&self, stream: &'a dyn ByteStream) -> Result<TlsStream<'a>> {
         let connection = ClientConnection::new(self.config.clone(), self.name.clone())
             .map_err(|error| Error::invalid(format!("can't start TLS: {error}")))?;
-        TlsStream::connect(stream, connection).await
+        let told = self.clone();
+        TlsStream::connect(stream, connection, Arc::new(move |error| told.explained(error))).await
+    }
+
+    /// An error of rustls, with the file that it is about and what to do.
+    fn explained(&self, error: &rustls::Error) -> Error {
+        let refused = |why: String| Error::new(ErrorKind::Refused, why);
+        let name = self.name.to_str();
+        match error {
+            rustls::Error::InvalidCertificate(why) => refused(match why {
+                CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
+                    "the server's certificate has expired: it needs a new one".to_owned()
+                }
+                CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
+                    "the server's certificate is not valid yet: compare the clocks of both hosts".to_owned()
+                }
+                // Another authority of the same name is none of them.
+                CertificateError::UnknownIssuer | CertificateError::BadSignature => match &self.directory {
+                    Some(directory) => format!(
+                        "the server's certificate is by no authority in {}",
+                        directory.join("ca-cert.pem").display()
+                    ),
+                    None => "the server's certificate is by no authority that this host trusts: use --tls-certificates DIR, with its \
+                             ca-cert.pem"
+                        .to_owned(),
+                },
+                CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => format!(
+                    "the server's certificate is for another name than {name}{}: use --tls-hostname NAME, with a name that it is for",
+                    names_in(why)
+                ),
+                CertificateError::Revoked => "the server's certificate is revoked (ca-crl.pem)".to_owned(),
+                _ => format!("the server's certificate is not valid: {why}"),
+            }),
+            rustls::Error::AlertReceived(
+                alert @ (AlertDescription::BadCertificate
+                | AlertDescription::UnsupportedCertificate
+                | AlertDescription::CertificateRevoked
+                | AlertDescription::CertificateExpired
+                | AlertDescription::CertificateUnknown
+                | AlertDescription::UnknownCA
+                | AlertDescription::AccessDenied
+                | AlertDescription::CertificateRequired),
+            ) => {
+                let wanted = match &self.directory {
+                    Some(directory) => format!(
+                        "it wants another one than {}, or one at all",
+                        directory.join("client-cert.pem").display()
+                    ),
+                    None => "it wants one: use --tls-certificates DIR, with client-cert.pem and client-key.pem"
+                        .to_owned(),
+                };
+                refused(format!("the server does not accept our certificate ({alert:?}): {wanted}"))
+            }
+            _ => Error::new(ErrorKind::Invalid, format!("invalid TLS data: {error}")),
+        }
+    }
+}
+
+/// The names that a certificate is for, where they are known.
+fn names_in(why: &CertificateError) -> String {
+    match why {
+        CertificateError::NotValidForNameContext { presented, .. } if !presented.is_empty() => {
+            let names: Vec<String> =
+                presented.iter().take(8).map(|name| name.escape_debug().to_string()).collect();
+            format!(" ({})", names.join(", "))
+        }
+        _ => String::new(),
+    }
+}
+
+/// The authorities that programs on this host trust.
+fn trusted_by_host() -> Result<Arc<RootCertStore>> {
+    let found = rustls_native_certs::load_native_certs();
+    let mut roots = RootCertStore::empty();
+    // Old ones that cannot be parsed are usual.
+    let (added, _) = roots.add_parsable_certificates(found.certs);
+    match added {
+        0 => {
+            Err(Error::invalid("this host trusts no authority: use --tls-certificates DIR, with ca-cert.pem"))
+        }
+        _ => Ok(Arc::new(roots)),
     }
 }
 

@@ -32,7 +32,7 @@ use std::time::Duration;
 use vellum_core::pin::{Proof, ProofKind};
 use vellum_core::{Result, Scheme, SharedStorage, Storage, Url, UrlPrefix, lock};
 
-use crate::nbd::{self, ClientOptions};
+use crate::nbd::{self, NbdTls};
 use crate::template::{TemplateName, TemplateStorage};
 use crate::{ChunkCache, Settings, Store};
 
@@ -59,11 +59,13 @@ pub struct RemoteOptions {
     pub allowed: Vec<UrlPrefix>,
     /// Where what was fetched is kept on this host, if anywhere.
     pub cache: Option<Arc<ChunkCache>>,
+    /// How exports of NBD servers are encrypted.
+    pub nbd_tls: NbdTls,
 }
 
 impl Default for RemoteOptions {
     fn default() -> Self {
-        Self { timeout: REMOTE_TIMEOUT_DEFAULT, allowed: Vec::new(), cache: None }
+        Self { timeout: REMOTE_TIMEOUT_DEFAULT, allowed: Vec::new(), cache: None, nbd_tls: NbdTls::default() }
     }
 }
 
@@ -121,9 +123,8 @@ async fn open_known(url: &Url, options: &RemoteOptions) -> Result<Opened> {
             return Ok(Opened { storage: template, content });
         }
         Scheme::S3 => s3::open(url, options).await?,
-        Scheme::Nbd | Scheme::NbdUnix => {
-            let client = ClientOptions { patience: options.timeout, ..ClientOptions::default() };
-            let storage = nbd::open(&url.to_string().parse()?, client).await?;
+        Scheme::Nbd | Scheme::NbdUnix | Scheme::Nbds | Scheme::NbdsUnix => {
+            let storage = nbd::open(url, options, true).await?;
             return Ok(Opened { storage, content: None });
         }
         Scheme::Rbd => (rbd::open(url, options).await?, None),

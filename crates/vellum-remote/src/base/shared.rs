@@ -61,7 +61,7 @@ static OPENINGS: Mutex<Vec<Opening>> = Mutex::new(Vec::new());
 /// # Errors
 /// Those of `open`.
 pub async fn open_since(url: &Url, options: &RemoteOptions, since: Instant) -> Result<Opened> {
-    if matches!(url.scheme(), Scheme::Nbd | Scheme::NbdUnix | Scheme::Rbd) {
+    if url.scheme().is_nbd() || url.scheme() == Scheme::Rbd {
         return open_known(url, options).await;
     }
     let text = url.to_string();

@@ -4,7 +4,8 @@
 //!    ([`open`](super::open)) and in the simulator alike.
 //! 2. The export must be the same after it was connected to again, as far as the server says: its size, its flags,
 //!    its limits. Another one is never read as if it were the first; the requests that are held fail.
-//! 3. A server that does not answer is left after [`ClientOptions::stall`]; the requests are then held, and sent
+//! 3. Where there is TLS it begins on each connection before anything else is said; there is no way back to plain text (`tls`).
+//! 4. A server that does not answer is left after [`ClientOptions::stall`]; the requests are then held, and sent
 //!    again on the next connection. After [`ClientOptions::patience`] they fail.
 
 use std::sync::Arc;
@@ -12,18 +13,22 @@ use std::time::Duration;
 
 use futures_lite::future::{or, yield_now};
 use vellum_core::{ByteStream, Clock, Error, ErrorKind, LocalFuture, Result};
+use vellum_export::nbd::{TlsClient, TlsStream};
 use vellum_io::{OneshotReceiver, OneshotSender, oneshot};
 
 use super::desk::Desk;
-use super::handshake::{ExportFacts, handshake};
+use super::handshake::{ExportFacts, greet, handshake};
 use super::intake::Intake;
 use super::session::Session;
 use super::storage::NbdStorage;
+use super::tls::{reason, start_tls};
 
 /// How long the client waits before it connects again: at first, and at most.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
 /// Deadlines are looked at this often.
 const TICK: Duration = Duration::from_millis(500);
+/// A server is told that TLS ends, unless it does not take it for this long.
+const CLOSING: Duration = Duration::from_secs(1);
 
 /// Connects to the server.
 pub trait Dial {
@@ -32,6 +37,14 @@ pub trait Dial {
     /// # Errors
     /// Why there is none.
     fn dial(&self) -> LocalFuture<'_, Result<Box<dyn ByteStream>>>;
+
+    /// How the next connection is to be encrypted; `None` for not at all.
+    ///
+    /// # Errors
+    /// Why it cannot be.
+    fn tls(&self) -> LocalFuture<'_, Result<Option<TlsClient>>> {
+        Box::pin(std::future::ready(Ok(None)))
+    }
 }
 
 /// How an export is used.
@@ -55,6 +68,14 @@ impl Default for ClientOptions {
             stall: Duration::from_secs(30),
             connect: Duration::from_secs(15),
         }
+    }
+}
+
+impl ClientOptions {
+    /// Those of a user who waits for a remote image for this long.
+    pub fn with_timeout(timeout: Duration) -> Self {
+        let usual = Self::default();
+        Self { patience: timeout, connect: usual.connect.min(timeout), ..usual }
     }
 }
 
@@ -159,15 +180,44 @@ impl Client {
         facts: &mut Option<ExportFacts>,
         answered: &mut u64,
     ) -> Result<()> {
-        let limit = self.options.connect;
-        let connected = within(clock, limit, "can't connect", dial.dial()).await;
-        let stream = match connected {
-            Ok(stream) => stream,
+        let (limit, begun) = (self.options.connect, clock.now());
+        let connecting = async { Ok((dial.tls().await?, dial.dial().await?)) };
+        let connected = within(clock, begun, limit, "can't connect", connecting).await;
+        let (tls, stream) = match connected {
+            Ok(connected) => connected,
             Err(error) => return Err(self.failed(clock, facts.is_some(), error)),
         };
         let mut intake = Intake::new(&*stream);
-        let shaken =
-            within(clock, limit, "no handshake", handshake(&*stream, &mut intake, &self.export)).await;
+        let begun = clock.now();
+        let greeting = async {
+            greet(&*stream, &mut intake).await?;
+            match &tls {
+                Some(tls) => start_tls(&*stream, &mut intake, tls).await.map(Some),
+                None => Ok(None),
+            }
+        };
+        let sealed: Option<TlsStream<'_>> = match within(clock, begun, limit, "no handshake", greeting).await
+        {
+            Ok(sealed) => sealed,
+            Err(error) => {
+                stream.shutdown();
+                return Err(self.failed(clock, facts.is_some(), error));
+            }
+        };
+        let stream: &dyn ByteStream = match &sealed {
+            Some(sealed) => {
+                intake = Intake::new(sealed);
+                sealed
+            }
+            None => &*stream,
+        };
+        let shaking = async {
+            match (handshake(stream, &mut intake, &self.export).await, &sealed) {
+                (Err(error), Some(sealed)) => Err(reason(sealed, error).await),
+                (shaken, _) => shaken,
+            }
+        };
+        let shaken = within(clock, begun, limit, "no handshake", shaking).await;
         let now_facts = match (shaken, &*facts) {
             (Ok(new), Some(old)) if is_same(old, &new, self.options.read_only) => new,
             (Ok(_), Some(_)) => {
@@ -189,12 +239,16 @@ impl Client {
         if let Some(first) = self.first.take() {
             first.send(Ok(now_facts.clone()));
         }
-        let session = Session::new(&self.desk, &*stream, &now_facts);
+        let session = Session::new(&self.desk, stream, &now_facts);
         let send = async { session.send().await };
         let receive = async { session.receive(&mut intake).await.map(|never| match never {}) };
         let watch = async { Err(until_stalled(&session, clock, self.options.stall).await) };
         let ended = or(or(send, receive), watch).await;
         *answered = session.answered.get();
+        if ended.is_ok() && sealed.is_some() {
+            // A server may take an end without it for an attack.
+            or(async { drop(stream.send_close().await) }, clock.sleep(CLOSING)).await;
+        }
         stream.shutdown();
         let unanswered = session.into_left();
         if let Err(error) = &ended {
@@ -230,14 +284,16 @@ fn is_same(old: &ExportFacts, new: &ExportFacts, read_only: bool) -> bool {
         && (moved.is_none() || *moved == new.moved)
 }
 
+/// The work, if it ends within a time that has begun.
 async fn within<T>(
     clock: &dyn Clock,
+    begun: Duration,
     limit: Duration,
     what: &str,
     work: impl Future<Output = Result<T>>,
 ) -> Result<T> {
     let late = async {
-        clock.sleep(limit).await;
+        clock.sleep((begun + limit).saturating_sub(clock.now())).await;
         Err(Error::new(ErrorKind::Io, format!("{what} within {} seconds", limit.as_secs())))
     };
     or(work, late).await

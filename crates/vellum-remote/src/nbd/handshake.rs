@@ -1,4 +1,4 @@
-//! The handshake, as a client: from the greeting to an export that is open.
+//! The handshake, as a client: from the greeting to an export that is open. Between the two TLS may begin (`tls`).
 //!
 //! 1. A reply of the server is bounded in length and in number before anything is allocated for it.
 //! 2. What the server states about the export is checked here and nowhere else: after [`handshake`] the sizes
@@ -60,7 +60,7 @@ pub(super) struct Reply {
     pub(super) data: Vec<u8>,
 }
 
-/// Agrees with the server on how the export is used.
+/// Agrees with a server that has greeted on how the export is used.
 ///
 /// # Errors
 /// `Closed` and `Io` for the connection, `NotFound` for an export that does not exist, `Refused` for one that may
@@ -70,8 +70,6 @@ pub(super) async fn handshake(
     intake: &mut Intake<'_>,
     export: &str,
 ) -> Result<ExportFacts> {
-    greet(stream, intake).await?;
-
     ask(stream, option::STRUCTURED_REPLY, &[]).await?;
     let structured = last_reply(intake, option::STRUCTURED_REPLY).await?.1.kind == option_reply::ACK;
     let mut allocation = None;
@@ -228,9 +226,10 @@ fn refusal(export: &str, reply: &Reply) -> Error {
         option_reply::ERR_UNKNOWN => {
             Error::new(vellum_core::ErrorKind::NotFound, format!("the server has no export '{name}'{says}"))
         }
-        option_reply::ERR_TLS_REQD => {
-            Error::unsupported(format!("the server wants TLS for the export '{name}'{says}"))
-        }
+        option_reply::ERR_TLS_REQD => wants_tls(
+            reply,
+            "name the export nbds://… or nbds+unix:///…, and use --tls-certificates DIR (`vellum serve --remote-tls-certificates DIR`)",
+        ),
         option_reply::ERR_POLICY => Error::new(
             vellum_core::ErrorKind::Refused,
             format!("the server does not allow the export '{name}'{says}"),
@@ -247,6 +246,19 @@ fn refusal(export: &str, reply: &Reply) -> Error {
 pub(super) fn printable(bytes: &[u8]) -> String {
     let text = String::from_utf8_lossy(&bytes[..bytes.len().min(400)]);
     text.escape_debug().to_string()
+}
+
+/// The error for a server that wants TLS from a client that has not begun it.
+pub(super) fn wants_tls(reply: &Reply, remedy: &str) -> Error {
+    Error::unsupported(format!("the server wants TLS{}: {remedy}", said(reply)))
+}
+
+/// What the server says beside an error.
+pub(super) fn said(reply: &Reply) -> String {
+    match printable(&reply.data) {
+        text if text.is_empty() => String::new(),
+        text => format!(" (it says: {text})"),
+    }
 }
 
 /// An error for what no server may say.

@@ -15,9 +15,9 @@ use vellum_export::nbd::TlsClient;
 use vellum_export::nbd::wire::{info, option, option_reply, transmission_flag};
 use vellum_io::{Address, clock, connect};
 
-use super::handshake::{Reply, ask, broken, greet, last_reply, replies_until_last, text};
+use super::handshake::{Reply, ask, broken, greet, last_reply, replies_until_last, said, text, wants_tls};
 use super::intake::Intake;
-use super::printable;
+use super::tls::{reason, start_tls};
 
 /// No server has more exports that are listed.
 const EXPORTS_MAX: usize = 16 << 10;
@@ -85,20 +85,14 @@ pub(super) async fn list_over(stream: &dyn ByteStream, tls: Option<&TlsClient>) 
     let mut intake = Intake::new(stream);
     greet(stream, &mut intake).await?;
     let Some(tls) = tls else { return list_inside(stream, &mut intake).await };
-    ask(stream, option::STARTTLS, &[]).await?;
-    let reply = last_reply(&mut intake, option::STARTTLS).await?.1;
-    if reply.kind != option_reply::ACK {
-        return Err(Error::unsupported(format!("the server does not talk TLS{}", said(&reply))));
+    let sealed = start_tls(stream, &mut intake, tls).await?;
+    match list_inside(&sealed, &mut Intake::new(&sealed)).await {
+        Ok(listed) => {
+            let _ = sealed.send_close().await;
+            Ok(listed)
+        }
+        Err(error) => Err(reason(&sealed, error).await),
     }
-    if !intake.is_empty() {
-        return Err(broken("unencrypted bytes follow the start of TLS"));
-    }
-    let sealed = tls.connect(stream).await?;
-    let listed = list_inside(&sealed, &mut Intake::new(&sealed)).await;
-    if listed.is_ok() {
-        let _ = sealed.send_close().await;
-    }
-    listed
 }
 
 async fn list_inside(stream: &dyn ByteStream, intake: &mut Intake<'_>) -> Result<Vec<ListedExport>> {
@@ -212,19 +206,8 @@ fn name_of(data: &[u8]) -> Result<(String, String)> {
 
 fn refuse_if_tls_is_wanted(reply: &Reply) -> Result<()> {
     match reply.kind {
-        option_reply::ERR_TLS_REQD => Err(Error::unsupported(format!(
-            "the server wants TLS{}: use --tls-certificates DIR",
-            said(reply)
-        ))),
+        option_reply::ERR_TLS_REQD => Err(wants_tls(reply, "use --tls-certificates DIR")),
         _ => Ok(()),
-    }
-}
-
-/// What the server says beside an error.
-fn said(reply: &Reply) -> String {
-    match printable(&reply.data) {
-        text if text.is_empty() => String::new(),
-        text => format!(" (it says: {text})"),
     }
 }
 

@@ -3,17 +3,17 @@
 //!
 //! ```text
 //!   NbdStorage ── requests ──▶ Desk ──▶ Client: connect, handshake, Session … and again      one thread of its own
-//!   any worker                         └─ url, intake: where it is, and its bytes
+//!   any worker                         └─ url, intake, tls: where it is, its bytes, and how they are encrypted
 //! ```
 //!
-//! In reading order: `url`, `handshake`, `desk` (requests that wait), `session` (one connection), `client`
+//! In reading order: `url`, `handshake`, `tls`, `desk` (requests that wait), `session` (one connection), `client`
 //! (connecting again), `storage`.
 //!
 //! Nothing proves what an NBD export holds: a caller that keeps parts of it must know that it does not change.
 //!
-//! `list` asks a server what it has, also over TLS.
+//! `list` asks a server what it has.
 //!
-//! Left out: TLS for storages, several connections to one export, extended headers.
+//! Left out: TLS with pre-shared keys, several connections to one export, extended headers.
 
 mod client;
 mod desk;
@@ -25,6 +25,7 @@ mod intake;
 mod list;
 mod session;
 mod storage;
+mod tls;
 mod url;
 
 use std::sync::Arc;
@@ -33,18 +34,31 @@ pub use client::{Client, ClientOptions, Dial, Opening, prepare};
 pub use handshake::ExportFacts;
 pub use list::{FLAG_NAMES, ListedExport, list};
 pub use storage::NbdStorage;
+pub use tls::{NbdTls, TlsChoice};
 pub use url::NbdUrl;
-use vellum_core::{ByteStream, Error, LocalFuture, Result};
-use vellum_io::{Address, IoMode, clock, connect, run};
+use vellum_core::{ByteStream, Error, LocalFuture, Result, Url};
+use vellum_export::nbd::TlsClient;
+use vellum_io::{Address, IoMode, clock, connect, run, unblock};
 
-use handshake::printable;
+use crate::RemoteOptions;
 
 /// Connects to a real server.
-struct Server(Address);
+struct Server {
+    address: Address,
+    tls: Option<TlsChoice>,
+}
 
 impl Dial for Server {
     fn dial(&self) -> LocalFuture<'_, Result<Box<dyn ByteStream>>> {
-        Box::pin(async move { Ok(Box::new(connect(&self.0).await?.attach()) as Box<dyn ByteStream>) })
+        Box::pin(async move { Ok(Box::new(connect(&self.address).await?.attach()) as Box<dyn ByteStream>) })
+    }
+
+    fn tls(&self) -> LocalFuture<'_, Result<Option<TlsClient>>> {
+        Box::pin(async move {
+            let Some(choice) = self.tls.clone() else { return Ok(None) };
+            let address = self.address.clone();
+            unblock(move || choice.client(&address)).await.map(Some)
+        })
     }
 }
 
@@ -52,10 +66,13 @@ impl Dial for Server {
 ///
 /// # Errors
 /// Why the export cannot be used, or not in this way.
-pub async fn open(url: &NbdUrl, options: ClientOptions) -> Result<Arc<NbdStorage>> {
-    let (opening, client) = prepare(url.to_string(), url.export.clone(), options);
-    let server = Server(url.address.clone());
-    let name = url.to_string();
+pub async fn open(url: &Url, remote: &RemoteOptions, read_only: bool) -> Result<Arc<NbdStorage>> {
+    let place: NbdUrl = url.to_string().parse()?;
+    let options = ClientOptions { read_only, ..ClientOptions::with_timeout(remote.timeout) };
+    let server =
+        Server { address: place.address.clone(), tls: remote.nbd_tls.choice(url, place.has_tls)?.cloned() };
+    let name = place.to_string();
+    let (opening, client) = prepare(name.clone(), place.export, options);
     let started = std::thread::Builder::new().name("vellum-nbd".into()).spawn(move || {
         let ended = run(IoMode::Auto, async move || client.run(&server, &*clock()).await);
         if let Err(error) = ended {

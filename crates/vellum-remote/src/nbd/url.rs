@@ -3,9 +3,11 @@
 //! ```text
 //!   nbd://HOST[:PORT][/EXPORT]              TCP; the port is 10809 if none is given
 //!   nbd+unix:///[EXPORT]?socket=PATH        a Unix socket
+//!   nbds://…, nbds+unix://…                 the same over TLS
 //! ```
 //!
-//! An export's name may have escapes of two hexadecimal digits (`%2F`). TLS (`nbds://`) is left out.
+//! An export's name may have escapes of two hexadecimal digits (`%2F`). A URL says nothing of certificates: it may stand in an image,
+//! which must not choose them.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -29,13 +31,8 @@ pub struct NbdUrl {
     pub address: Address,
     /// The name of the export; empty for the default one.
     pub export: String,
-}
-
-impl NbdUrl {
-    /// Whether this name is meant as such a URL, be it a valid one or not.
-    pub fn is_one(name: &str) -> bool {
-        ["nbd://", "nbd+unix://", "nbds://", "nbds+unix://"].iter().any(|scheme| name.starts_with(scheme))
-    }
+    /// It is talked to over TLS, and in no other way.
+    pub has_tls: bool,
 }
 
 impl fmt::Display for NbdUrl {
@@ -50,14 +47,9 @@ impl FromStr for NbdUrl {
     fn from_str(text: &str) -> Result<Self> {
         let invalid = |what: &str| {
             Error::invalid(format!(
-                "{text}: {what}; write nbd://HOST[:PORT]/EXPORT or nbd+unix:///EXPORT?socket=PATH"
+                "{text}: {what}; write nbd://HOST[:PORT]/EXPORT or nbd+unix:///EXPORT?socket=PATH, with nbds for TLS"
             ))
         };
-        if text.starts_with("nbds") {
-            return Err(Error::unsupported(format!(
-                "{text}: NBD over TLS is served but not read here; let stunnel or nbdkit's nbd plugin add it"
-            )));
-        }
         let (scheme, rest) =
             text.split_once("://").ok_or_else(|| invalid("this is no URL of an NBD export"))?;
         if rest.contains('#') {
@@ -70,20 +62,25 @@ impl FromStr for NbdUrl {
             return Err(invalid("an export has no such name"));
         }
         let address = match scheme {
-            "nbd" if query.is_none() => {
+            "nbd" | "nbds" if query.is_none() => {
                 tcp(authority).ok_or_else(|| invalid("there is no valid host and port"))?
             }
-            "nbd" => return Err(invalid("parameters are for nbd+unix alone")),
-            "nbd+unix" if authority.is_empty() => {
+            "nbd" | "nbds" => {
+                return Err(invalid(
+                    "it takes no parameters (certificates are given by --tls-certificates DIR, the name of the server by \
+                     --tls-hostname NAME)",
+                ));
+            }
+            "nbd+unix" | "nbds+unix" if authority.is_empty() => {
                 let path = query.and_then(|query| query.strip_prefix("socket=")).and_then(unescaped);
                 let path = path.filter(|path| !path.is_empty() && path.len() <= SOCKET_PATH_MAX);
                 let path = path.filter(|path| !path.contains(['&', '\0']));
                 Address::Unix(PathBuf::from(path.ok_or_else(|| invalid("there is no valid socket=PATH"))?))
             }
-            "nbd+unix" => return Err(invalid("a Unix socket has no host: three slashes")),
+            "nbd+unix" | "nbds+unix" => return Err(invalid("a Unix socket has no host: three slashes")),
             _ => return Err(invalid("this is no URL of an NBD export")),
         };
-        Ok(Self { text: text.to_owned(), address, export })
+        Ok(Self { text: text.to_owned(), address, export, has_tls: scheme.starts_with("nbds") })
     }
 }
 
@@ -145,6 +142,20 @@ mod tests {
     }
 
     #[test]
+    fn the_scheme_says_whether_there_is_tls() {
+        for (text, has_tls) in [
+            ("nbd://h/x", false),
+            ("nbds://h/x", true),
+            ("nbd+unix:///x?socket=/s", false),
+            ("nbds+unix:///x?socket=/s", true),
+        ] {
+            assert_eq!(text.parse::<NbdUrl>().unwrap().has_tls, has_tls, "{text}");
+        }
+        assert_eq!(parsed("nbds://host/disk"), (Address::tcp("host", 10809), "disk".into()));
+        assert_eq!(parsed("nbds+unix:///d?socket=/s"), (Address::unix("/s"), "d".into()));
+    }
+
+    #[test]
     fn what_is_no_such_url_is_refused_with_the_way_to_write_one() {
         for text in [
             "nbd:host:10809:exportname=x",
@@ -161,12 +172,14 @@ mod tests {
             "nbd+unix:///x",
             "nbd+unix:///x?socket=",
             "nbd+unix:///x?socket=/a&tls=1",
+            "nbds://h/x?tls-certificates=/d",
+            "nbds+unix:///x",
+            "nbds+tcp://h/x",
             "http://h/x",
         ] {
             let error = text.parse::<NbdUrl>().unwrap_err();
             assert!(error.chain().contains("nbd://HOST[:PORT]/EXPORT"), "{text}: {}", error.chain());
         }
-        assert!("nbds://h/x".parse::<NbdUrl>().unwrap_err().chain().contains("TLS"));
         let long = format!("nbd://h/{}", "a".repeat(STRING_BYTES_MAX + 1));
         long.parse::<NbdUrl>().unwrap_err();
     }

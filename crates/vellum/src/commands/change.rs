@@ -53,7 +53,7 @@ impl ChangeArgs {
             format: self.format,
             direct: self.direct,
             allow_dirs: self.allow.places(),
-            remote_timeout: self.allow.remote_timeout,
+            remote: self.allow.remote.usual(),
             data_files: self.data_file.clone(),
             ..ImageOptions::default()
         })

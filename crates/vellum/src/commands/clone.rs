@@ -154,7 +154,7 @@ fn cloning(args: &Args, clones: &[NewClone]) -> Result<Cloning> {
         template: clone_of(args)?,
         size,
         allow_dirs: args.allow.places(),
-        remote_timeout: args.allow.remote_timeout,
+        remote: args.allow.remote.usual(),
         trust_base: args.trust_base,
         secrets: args.secrets.read()?,
         native: new.native,

@@ -47,7 +47,7 @@ pub(crate) struct Args {
     #[arg(value_name = "FILE", required_unless_present = "control", conflicts_with = "control", value_parser = image_name())]
     file: Option<PathBuf>,
     /// Control socket of the server that serves the image, as given to `vellum serve --control`
-    #[arg(long, value_name = "PATH", conflicts_with_all = ["format", "direct", "data_file", "allow_dir", "allow_url", "remote_timeout"])]
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["format", "direct", "data_file", "allow_dir", "allow_url", "RemoteArgs"])]
     control: Option<PathBuf>,
     /// Export name of the disk; optional if the server has one disk
     #[arg(long, value_name = "EXPORT", requires = "control")]

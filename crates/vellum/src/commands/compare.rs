@@ -123,7 +123,7 @@ async fn examine(args: &Args) -> Result<Answer, (vellum_core::Error, u8)> {
             snapshot,
             force_share: args.force_share,
             allow_dirs: args.allow.places(),
-            remote_timeout: args.allow.remote_timeout,
+            remote: args.allow.remote.of(&[&named], &args.secrets).map_err(|error| (error, CANNOT_OPEN))?,
             ..ImageOptions::reading()
         };
         open_image(&named.path, &options).await.map_err(|error| (error, CANNOT_OPEN))

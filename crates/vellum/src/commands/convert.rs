@@ -11,7 +11,7 @@ use vellum_daemon::bitmaps::copies_of;
 use vellum_daemon::convert::{self, Conversion, ConvertCompression, Step, same_file};
 use vellum_daemon::signals::Stop;
 use vellum_daemon::tier::medium_beside;
-use vellum_daemon::{Encrypted, FormatKind, ImageOptions, IoMode, open_image, run as run_worker};
+use vellum_daemon::{Encrypted, FormatKind, ImageOptions, IoMode, Remote, open_image, run as run_worker};
 
 use super::{Failure, Outcome, or_share, with_code};
 use crate::args::{AllowArgs, NO_KEY_SECRET, NewImage, OutputFormat, parse_format, parse_size};
@@ -198,9 +198,11 @@ pub(crate) fn run(mut args: Args) -> Outcome {
     // There is nothing to create: the server has the export.
     args.no_create |= is_nbd(&target.path);
     let target_is = target.must_be_encrypted();
+    let all: Vec<&Named> = sources.iter().chain([&target]).collect();
+    let remote = args.allow.remote.of(&all, &args.secrets)?;
     args.sources = sources.iter().map(|source| source.path.clone()).collect();
     (args.target, args.target_format) = (target.path, target.format);
-    let bytes = run_worker(IoMode::Auto, async || convert(&args, &sources, target_is).await)??;
+    let bytes = run_worker(IoMode::Auto, async || convert(&args, &sources, target_is, &remote).await)??;
     if args.output == OutputFormat::Json {
         let mut answer = json!({
             "target": args.target.display().to_string(),
@@ -219,7 +221,12 @@ pub(crate) fn run(mut args: Args) -> Outcome {
 }
 
 /// Copies. What the source and an existing target must be by their options is given.
-async fn convert(args: &Args, sources: &[Named], target_is: Option<Encrypted>) -> Result<u64, Failure> {
+async fn convert(
+    args: &Args,
+    sources: &[Named],
+    target_is: Option<Encrypted>,
+    remote: &Remote,
+) -> Result<u64, Failure> {
     let new = NewImage::parse(&args.options)?;
     new.suits(args.target_format(), "-O")?;
     if args.compress && !args.no_create {
@@ -277,7 +284,7 @@ async fn convert(args: &Args, sources: &[Named], target_is: Option<Encrypted>) -
         force_share: args.force_share,
         direct: args.is_direct(),
         allow_dirs: args.allow.places(),
-        remote_timeout: args.allow.remote_timeout,
+        remote: remote.clone(),
         fast: medium_beside(args.fast.as_deref(), args.salvage).await?,
         salvages: args.salvage,
         ..ImageOptions::reading()
@@ -323,7 +330,7 @@ async fn convert(args: &Args, sources: &[Named], target_is: Option<Encrypted>) -
         target_is_zero: args.target_is_zero,
         data_files: args.data_file.clone(),
         allow_dirs: args.allow.places(),
-        remote_timeout: args.allow.remote_timeout,
+        remote: remote.clone(),
         direct: args.is_direct(),
         writes_direct: args.target_cache.is_none(),
         never_flushed: args.target_cache == Some(TargetCache::Unsafe),

@@ -182,7 +182,7 @@ pub(crate) fn run(args: Args) -> Outcome {
         backing,
         trust_backing: args.unsafe_backing,
         allow_dirs: args.allow.places(),
-        remote_timeout: args.allow.remote_timeout,
+        remote: args.allow.remote.usual(),
         trust_base: args.trust_base,
         secrets: args.secrets.read()?,
         stands_on_encrypted: Arc::default(),

@@ -123,6 +123,7 @@ async fn copy(args: &Args, operands: &Operands) -> Result<(), Failure> {
     }
     let mut stop = Stop::new()?;
     let secrets = args.secrets.read()?;
+    let remote = args.allow.remote.of(&[&named], &args.secrets)?;
     let options = ImageOptions {
         secrets: secrets.clone(),
         may_be_weak: true,
@@ -130,7 +131,7 @@ async fn copy(args: &Args, operands: &Operands) -> Result<(), Failure> {
         format: named.format,
         force_share: args.force_share,
         allow_dirs: args.allow.places(),
-        remote_timeout: args.allow.remote_timeout,
+        remote: remote.clone(),
         ..ImageOptions::reading()
     };
     let opened = match stop.or_stopped(open_image(source, &options)).await {
@@ -168,7 +169,7 @@ async fn copy(args: &Args, operands: &Operands) -> Result<(), Failure> {
         target_is_zero: false,
         data_files: Vec::new(),
         allow_dirs: args.allow.places(),
-        remote_timeout: args.allow.remote_timeout,
+        remote,
         direct: false,
         writes_direct: true,
         never_flushed: false,

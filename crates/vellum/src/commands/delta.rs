@@ -158,15 +158,18 @@ async fn examine(args: &DiffArgs, listing: &RefCell<Listing>) -> Result<Seen, Fa
         _ => or_share(error),
     };
     let secrets = args.secrets.read()?;
-    let options = |format, snapshot| ImageOptions {
-        secrets: secrets.clone(),
-        may_be_weak: true,
-        format,
-        snapshot,
-        force_share: args.force_share,
-        allow_dirs: args.allow.places(),
-        remote_timeout: args.allow.remote_timeout,
-        ..ImageOptions::reading()
+    let (allow, tls) = (&args.allow, &args.secrets);
+    let options = |named: &Named, snapshot| {
+        Ok(ImageOptions {
+            secrets: secrets.clone(),
+            may_be_weak: true,
+            format: named.format,
+            snapshot,
+            force_share: args.force_share,
+            allow_dirs: args.allow.places(),
+            remote: allow.remote.of(&[named], tls)?,
+            ..ImageOptions::reading()
+        })
     };
     let (path, its) = place(&args.old, args.format, &options)?;
     let old = stop.or_stopped(open_image(&path, &its)).await.map_err(interrupted)?;
@@ -216,14 +219,15 @@ async fn examine(args: &DiffArgs, listing: &RefCell<Listing>) -> Result<Seen, Fa
 fn place(
     text: &Path,
     format: Option<FormatKind>,
-    options: &dyn Fn(Option<FormatKind>, Option<String>) -> ImageOptions,
+    options: &dyn Fn(&Named, Option<String>) -> Result<ImageOptions>,
 ) -> Result<(PathBuf, ImageOptions)> {
     let (path, snapshot) = match snapshot_in(text) {
         Some((path, snapshot)) => (path, Some(snapshot)),
         None => (text.to_owned(), None),
     };
-    let Named { path, format, .. } = named(&path, format, false)?;
-    Ok((path, options(format, snapshot)))
+    let named = named(&path, format, false)?;
+    let options = options(&named, snapshot)?;
+    Ok((named.path, options))
 }
 
 fn random() -> Result<[u8; 16]> {

@@ -12,7 +12,7 @@ use vellum_daemon::{FormatKind, IoMode, run as run_worker};
 
 use super::Outcome;
 use super::control::Target;
-use crate::args::{NewImage, OutputFormat, parse_format};
+use crate::args::{NewImage, OutputFormat, RemoteArgs, parse_format};
 use crate::output::{human_bytes, say, say_json};
 use crate::secrets::SecretArgs;
 
@@ -50,7 +50,7 @@ enum Subcommand {
 /// and --secret.
 #[derive(clap::Args)]
 struct PrepareArgs {
-    /// URL of the source's NBD export: nbd://HOST/EXPORT, nbd://HOST:PORT/EXPORT or nbd+unix:///EXPORT?socket=PATH
+    /// URL of the source's NBD export: nbd://HOST/EXPORT, nbd://HOST:PORT/EXPORT or nbd+unix:///EXPORT?socket=PATH; with nbds over TLS
     #[arg(long, value_name = "URL")]
     from: String,
     /// Format of the target: qcow2 or vellum
@@ -61,6 +61,8 @@ struct PrepareArgs {
     options: Vec<String>,
     #[command(flatten)]
     secrets: SecretArgs,
+    #[command(flatten)]
+    remote: RemoteArgs,
     /// Output format
     #[arg(long, value_enum, default_value_t)]
     output: OutputFormat,
@@ -166,6 +168,7 @@ fn prepared(args: &PrepareArgs) -> Outcome {
             path: args.target.clone(),
             format: args.format,
             source: args.from.clone(),
+            remote: args.remote.usual(),
             qcow2,
             native,
         };

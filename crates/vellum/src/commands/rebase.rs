@@ -60,7 +60,7 @@ pub(crate) struct Args {
     file: Option<PathBuf>,
     /// Control socket of the server that serves the image, as given to `vellum serve --control`; a relative name of the backing
     /// image is then relative to the current directory
-    #[arg(long, value_name = "PATH", conflicts_with_all = ["is_unsafe", "trust_base", "format", "direct", "data_file", "allow_dir", "allow_url", "remote_timeout"])]
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["is_unsafe", "trust_base", "format", "direct", "data_file", "allow_dir", "allow_url", "RemoteArgs"])]
     control: Option<PathBuf>,
     /// Export name of the disk; optional if the server has one disk
     #[arg(long, value_name = "EXPORT", requires = "control")]
@@ -152,7 +152,7 @@ fn refusal(args: &Args, file: &Path, backing: &str, format: FormatKind, kind: Fo
         backing: Some((backing.to_owned(), format)),
         trust_backing: true,
         allow_dirs: args.change.allow.places(),
-        remote_timeout: None,
+        remote: Default::default(),
         trust_base: args.trust_base,
         secrets: Arc::default(),
         stands_on_encrypted: Arc::default(),

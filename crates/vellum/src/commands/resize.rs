@@ -3,7 +3,6 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Duration;
 
 use serde_json::{Value, json};
 use vellum_core::{BlockSize, Error, Result, UrlPrefix};
@@ -12,7 +11,7 @@ use vellum_daemon::control::{Request, call};
 use vellum_daemon::{FormatKind, IoMode, Preallocation, run as run_worker};
 
 use super::{Outcome, or_ask_server};
-use crate::args::{AllowArgs, OutputFormat, parse_format, parse_seconds, parse_size, parse_url_prefix};
+use crate::args::{AllowArgs, OutputFormat, RemoteArgs, parse_format, parse_size, parse_url_prefix};
 use crate::output::{say, say_json};
 use crate::protocol::place;
 use crate::secrets::SecretArgs;
@@ -47,7 +46,7 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t)]
     output: OutputFormat,
     /// Ask the server with this control socket instead of opening an image
-    #[arg(long, value_name = "PATH", conflicts_with_all = ["format", "shrink"])]
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["format", "shrink", "RemoteArgs"])]
     control: Option<PathBuf>,
     /// Also allow backing images in DIR; may be given several times
     ///
@@ -57,9 +56,8 @@ pub(crate) struct Args {
     /// Also allow backing images at URLs that begin with PREFIX; may be given several times
     #[arg(long, value_name = "PREFIX", value_parser = parse_url_prefix, conflicts_with = "control")]
     allow_url: Vec<UrlPrefix>,
-    /// How long to wait for a remote backing image that does not answer, in seconds (default 60)
-    #[arg(long, value_name = "SECONDS", value_parser = parse_seconds, conflicts_with = "control")]
-    remote_timeout: Option<Duration>,
+    #[command(flatten)]
+    remote: RemoteArgs,
     /// With --control: export name of the disk; optional if the server has one disk
     #[arg(long, value_name = "EXPORT", requires = "control")]
     disk: Option<String>,
@@ -121,10 +119,10 @@ pub(crate) fn run(args: &Args) -> Outcome {
                 allow_dirs: AllowArgs {
                     allow_dir: args.allow_dir.clone(),
                     allow_url: args.allow_url.clone(),
-                    remote_timeout: args.remote_timeout,
+                    remote: args.remote.clone(),
                 }
                 .places(),
-                remote_timeout: args.remote_timeout,
+                remote: args.remote.usual(),
             };
             let resized = async || resize(&file, &options, |before| wanted(size, before)).await;
             let (before, after) = run_worker(IoMode::Auto, resized)?.map_err(or_ask_server)?;

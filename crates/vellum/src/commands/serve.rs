@@ -3,6 +3,7 @@
 mod disk;
 mod notes;
 mod process;
+mod remote;
 mod tls;
 
 use std::path::PathBuf;
@@ -21,15 +22,14 @@ use vellum_daemon::{
 use self::disk::DiskArgs;
 use self::notes::{announce, introduction, summary};
 use self::process::ProcessArgs;
+use self::remote::RemoteArgs;
 use self::tls::TlsArgs;
 use super::flash::policy::parse_policy;
 use super::limits::limits_of;
 use super::prefetch::prefetch_limits_of;
 use super::trace::read_trace;
 use super::{Outcome, or_share};
-use crate::args::{
-    AllowArgs, ChunkCacheArgs, parse_format, parse_prealloc, parse_seconds, parse_size, parse_url_prefix,
-};
+use crate::args::{AllowArgs, ChunkCacheArgs, parse_format, parse_prealloc, parse_size, parse_url_prefix};
 use crate::log::note;
 use crate::names::{Named, named_part};
 use crate::secrets::SecretArgs;
@@ -327,11 +327,8 @@ pub(crate) struct Args {
     /// Needed where a web server gives no strong ETag. If the backing image does change, the disk is a mixture.
     #[arg(long, help_heading = IMAGES)]
     trust_base: bool,
-    /// How long to hold a request while a remote backing image does not answer, in seconds (default 60)
-    ///
-    /// After that the request fails with an I/O error, and the next one tries again.
-    #[arg(long, value_name = "SECONDS", value_parser = parse_seconds, help_heading = IMAGES)]
-    remote_timeout: Option<Duration>,
+    #[command(flatten)]
+    remote: RemoteArgs,
     /// Allow writing to FILE as the data file of an image. Default: read-only
     ///
     /// May be given several times.
@@ -586,6 +583,7 @@ pub(crate) fn run(mut args: Args) -> Outcome {
     let sparse = args.disk.sparse()?;
     let format = named.as_ref().map_or(args.format, |named| named.format);
     let must_be_encrypted = named.as_ref().and_then(Named::must_be_encrypted);
+    let remote = args.remote.of(named.as_ref(), &args.secrets)?;
     args.image = named.map(|named| named.path);
     let mut image = ImageOptions {
         format,
@@ -604,11 +602,11 @@ pub(crate) fn run(mut args: Args) -> Outcome {
         allow_dirs: AllowArgs {
             allow_dir: args.allow_dir.clone(),
             allow_url: args.allow_url.clone(),
-            remote_timeout: args.remote_timeout,
+            ..AllowArgs::default()
         }
         .places(),
         trust_base: args.trust_base,
-        remote_timeout: args.remote_timeout,
+        remote,
         data_files: args.data_file.clone(),
         chunk_cache: args.chunk_cache.choice(),
         secrets: args.secrets.read()?,

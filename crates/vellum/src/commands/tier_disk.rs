@@ -77,11 +77,7 @@ pub(super) fn in_use_alone(error: Error) -> Failure {
 }
 
 pub(super) fn options_of(allow: &AllowArgs) -> ImageOptions {
-    ImageOptions {
-        allow_dirs: allow.places(),
-        remote_timeout: allow.remote_timeout,
-        ..ImageOptions::default()
-    }
+    ImageOptions { allow_dirs: allow.places(), remote: allow.remote.usual(), ..ImageOptions::default() }
 }
 
 /// Complains of what could not be moved, and says how the command ends.

@@ -190,6 +190,9 @@ fn of_command(command: &'static Command, arguments: &[Argument]) -> Result<Vec<O
 fn name_by_path(command: &Command, operands: &mut [OsString]) -> Result<Option<OsString>, String> {
     let Some(first) = operands.first_mut() else { return Ok(None) };
     let named = names::named(Path::new(first), None, true).map_err(|error| error.chain())?;
+    if let Some(tls) = &named.tls {
+        return Err(format!("tls-creds={} is not supported here: name the export nbds://…", tls.id));
+    }
     // The claim would be lost, and data could go where it can be read. A size is no data.
     if named.is_encrypted && !["amend", "resize"].contains(&command.name) {
         return Err("keys of an encrypted image are not supported here: name it by its path".to_owned());

@@ -119,8 +119,12 @@ static NAMED_BY_KEYS: OptionRow = flag(
     "the path and the format of the image: [names](#names-of-images)",
 );
 static SHARE: OptionRow = flag(Some('U'), "force-share", Same("--force-share"), "");
-static OBJECT: OptionRow =
-    with(None, "object", Same("--object"), "the kind secret: file=, and env= and fd= besides; not data=");
+static OBJECT: OptionRow = with(
+    None,
+    "object",
+    Same("--object"),
+    "the kinds secret: file=, and env= and fd= besides, not data=; tls-creds-x509 with endpoint=client: dir=, verify-peer=",
+);
 static NO_OBJECT: OptionRow = with(None, "object", Refused, "this command opens no encrypted data");
 static OUTPUT: OptionRow = with(None, "output", Same("--output"), "");
 static PROGRESS: OptionRow =

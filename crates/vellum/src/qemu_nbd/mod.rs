@@ -15,7 +15,6 @@
 //!    discards that are ignored, no description.
 //! 4. What is wrong with a command line is said in QEMU's words, and the exit code is 1, as it is there.
 
-mod objects;
 pub(crate) mod table;
 
 use std::ffi::{OsStr, OsString};
@@ -23,9 +22,9 @@ use std::ffi::{OsStr, OsString};
 use vellum_daemon::FormatKind;
 
 use crate::getopt::{self, Argument, Bad};
+use crate::objects::{Objects, with_value};
 use crate::qemu_img::Request;
 use crate::qemu_img::table::{Meaning, OptionRow};
-use objects::{Objects, with_value};
 
 /// The name under which command lines are read in this way.
 pub(crate) const NAME: &str = "qemu-nbd";

@@ -69,7 +69,8 @@ pub(crate) static GROUPS: &[(&str, &[OptionRow])] = &[
                 None,
                 "object",
                 Own("`--object`, `--tls-certificates`, `--tls-allow`, `--tls-access-list`"),
-                "secret: file=, and env= and fd= besides, not data=; tls-creds-x509: dir=, endpoint=, verify-peer=; authz-simple, \
+                "secret: file=, and env= and fd= besides, not data=; tls-creds-x509: dir=, endpoint= (client for --list, and for images named with tls-creds=), \
+                 verify-peer=; authz-simple, \
                  authz-list, authz-list-file; tls-creds-psk and tls-creds-anon are refused, because the TLS library (rustls) has neither: \
                  certificates take their place",
             ),

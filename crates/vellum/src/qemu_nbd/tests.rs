@@ -97,6 +97,12 @@ fn command_lines_are_turned_into_ours() {
             "-k /s --image-opts driver=raw,offset=1M,file.filename=a",
             format!("--image-opts --nbd=unix:/s {USUAL} -- driver=raw,offset=1M,file.filename=a"),
         ),
+        (
+            "--object tls-creds-x509,id=t,dir=/c,endpoint=client -k /s --image-opts driver=nbd,host=h,tls-creds=t",
+            format!(
+                "--object=tls-creds-x509,id=t,dir=/c,endpoint=client --image-opts --nbd=unix:/s {USUAL} -- driver=nbd,host=h,tls-creds=t"
+            ),
+        ),
     ] {
         let ours = format!("vellum serve {ours}");
         assert_eq!(line(theirs).as_deref(), Ok(ours.as_str()), "{theirs}");

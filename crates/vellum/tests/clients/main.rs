@@ -5,6 +5,7 @@
 //!   qemu.rs     qemu-img and qemu-io
 //!   fio.rs      fio's nbd engine, which verifies what it wrote
 //!   tls.rs      QEMU and libnbd with certificates, and without
+//!   sources.rs  the other way round: our commands, and servers that talk TLS
 //!   libnbd.rs   libnbd from Python: every command and flag, and the promise that multi-conn makes
 //! ```
 //!
@@ -19,6 +20,7 @@ mod support;
 mod fio;
 mod libnbd;
 mod qemu;
+mod sources;
 mod tls;
 mod tools;
 

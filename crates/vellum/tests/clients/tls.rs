@@ -22,7 +22,7 @@ use super::{Image, Kind, MIB};
 use crate::requires;
 
 /// An authority, and what it has signed, in the files that GnuTLS's users are used to.
-fn certify(dir: &Path) {
+pub(super) fn certify(dir: &Path) {
     std::fs::create_dir_all(dir).expect("a directory");
     let params = |name: &str| {
         let mut params = CertificateParams::new(vec!["localhost".to_owned()]).expect("a name");
@@ -68,7 +68,7 @@ fn certify(dir: &Path) {
 }
 
 /// A client's directory, with a certificate of its own or without.
-fn client_files(from: &Path, to: &Path, has_certificate: bool) -> String {
+pub(super) fn client_files(from: &Path, to: &Path, has_certificate: bool) -> String {
     std::fs::create_dir_all(to).expect("a directory");
     let names = ["ca-cert.pem", "client-cert.pem", "client-key.pem"];
     for name in &names[..if has_certificate { 3 } else { 1 }] {

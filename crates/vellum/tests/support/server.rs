@@ -86,7 +86,7 @@ impl Server {
             match lines.recv_timeout(PATIENCE) {
                 Ok(line) => {
                     let Some(uri) = line.strip_prefix("serving ") else { continue };
-                    if let Some(rest) = uri.strip_prefix("nbd://") {
+                    if let Some(rest) = uri.strip_prefix("nbd://").or(uri.strip_prefix("nbds://")) {
                         let (address, _) = rest.split_once('/').expect("an address and a name");
                         server.tcp = Some(address.parse().expect("numbers"));
                         seen_tcp += 1;

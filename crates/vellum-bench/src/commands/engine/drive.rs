@@ -163,7 +163,7 @@ async fn make(engine: Engine, path: &Path, size: u64) -> Result<()> {
         backing: None,
         trust_backing: false,
         allow_dirs: Vec::new(),
-        remote_timeout: None,
+        remote: Default::default(),
         trust_base: false,
         secrets: Default::default(),
         stands_on_encrypted: Default::default(),

@@ -3,8 +3,7 @@
 use serde_json::{Map, Value, json};
 use vellum_core::Result;
 use vellum_daemon::{
-    Address, IoMode, ListedExport, NBD_FLAG_NAMES, ServerIdentity, TlsClient, list_nbd_exports,
-    run as run_worker,
+    Address, IoMode, ListedExport, NBD_FLAG_NAMES, TlsChoice, list_nbd_exports, run as run_worker,
 };
 
 use super::List;
@@ -12,14 +11,12 @@ use crate::args::OutputFormat;
 use crate::output::{printable, say, say_json};
 
 pub(super) fn list(args: &List, address: &Address) -> Result<()> {
-    let identity = match (args.tls_unverified, &args.tls_hostname, address) {
-        (true, ..) => ServerIdentity::Anybody,
-        (false, Some(name), _) => ServerIdentity::Named(name.clone()),
-        (false, None, Address::Tcp { host, .. }) => ServerIdentity::Named(host.clone()),
-        (false, None, Address::Unix(_)) => ServerIdentity::Known,
+    let choice = TlsChoice {
+        directory: args.tls_certificates.clone(),
+        hostname: args.tls_hostname.clone(),
+        is_unverified: args.tls_unverified,
     };
-    let tls =
-        args.tls_certificates.as_deref().map(|dir| TlsClient::from_directory(dir, identity)).transpose()?;
+    let tls = args.tls_certificates.is_some().then(|| choice.client(address)).transpose()?;
     let exports = run_worker(IoMode::Auto, async || list_nbd_exports(address, tls.as_ref()).await)??;
     match args.output {
         OutputFormat::Json => say_json(&exports.iter().map(json_of).collect::<Value>()),

@@ -76,7 +76,7 @@ impl HowArgs {
         Ok(ImageOptions {
             format: self.format,
             allow_dirs: self.allow.places(),
-            remote_timeout: self.allow.remote_timeout,
+            remote: self.allow.remote.usual(),
             // Images that are encrypted are not cached, but they may be below one that is.
             secrets: self.secrets.read()?,
             ..ImageOptions::default()

@@ -203,7 +203,7 @@ fn make_clone(path: &Path, has_journal: bool) -> Result<()> {
         backing: Some(("template.raw".to_owned(), FormatKind::Raw)),
         trust_backing: false,
         allow_dirs: Vec::new(),
-        remote_timeout: None,
+        remote: Default::default(),
         trust_base: false,
         secrets: Default::default(),
         stands_on_encrypted: Default::default(),

@@ -183,7 +183,7 @@ impl Temporary {
             backing: Some((name.clone(), format)),
             trust_backing: false,
             allow_dirs: options.allow_dirs.clone(),
-            remote_timeout: options.remote_timeout,
+            remote: options.remote.clone(),
             trust_base: options.trust_base,
             secrets: options.secrets.clone(),
             stands_on_encrypted: Arc::default(),

@@ -98,7 +98,7 @@ async fn fetch(args: &Args) -> Result<Pulled, Failure> {
         target_is_zero: false,
         data_files: Vec::new(),
         allow_dirs: Vec::new(),
-        remote_timeout: None,
+        remote: Default::default(),
         direct: false,
         writes_direct: true,
         never_flushed: false,

@@ -1,16 +1,17 @@
-//! The objects of a command line of `qemu-nbd`: certificates, and who may use them.
+//! The objects of a command line in the words of QEMU: certificates, and who may use them.
 //!
 //! They are read as QEMU reads them, by keys (`authz-list,id=a,rules.0.match=…`) or as JSON, and refused in its words.
 
 use std::ffi::{OsStr, OsString};
 
 use serde_json::{Map, Value, json};
+use vellum_daemon::TlsChoice;
 
 use crate::key_values::split_options;
 
 /// Certificates, and how they are used.
 #[derive(Debug)]
-pub(super) struct Certificates {
+pub(crate) struct Certificates {
     id: String,
     dir: String,
     is_for_server: bool,
@@ -19,15 +20,15 @@ pub(super) struct Certificates {
 
 /// What has been said of objects.
 #[derive(Debug, Default)]
-pub(super) struct Objects {
+pub(crate) struct Objects {
     certificates: Vec<Certificates>,
     /// Which clients are let in: the names, and the option of ours.
     access: Vec<(String, OsString)>,
 }
 
 impl Objects {
-    /// Takes up one. `true` is a secret, which is for others to read.
-    pub(super) fn note(&mut self, text: &str) -> Result<bool, String> {
+    /// Takes up one. `true` for one that images may be named with: a secret, and certificates of a client.
+    pub(crate) fn note(&mut self, text: &str) -> Result<bool, String> {
         let (kind, mut keys) = Keys::of(text)?;
         match kind.as_str() {
             "secret" => return Ok(true),
@@ -51,6 +52,7 @@ impl Objects {
                     });
                 }
                 self.certificates.push(Certificates { id, dir, is_for_server, verifies });
+                return Ok(!is_for_server);
             }
             "authz-simple" => {
                 let id = keys.required("id")?;
@@ -98,6 +100,11 @@ impl Objects {
         Ok(false)
     }
 
+    /// Whether there are certificates among them.
+    pub(crate) fn has_certificates(&self) -> bool {
+        !self.certificates.is_empty()
+    }
+
     /// The certificates of this name, for a server or for a client.
     fn find(&self, wanted: &str, is_for_server: bool) -> Result<&Certificates, String> {
         let failed = |why: String| format!("Failed to get TLS creds: {why}");
@@ -111,7 +118,7 @@ impl Objects {
     }
 
     /// The options of `vellum serve` for these certificates, and for the access list of this name.
-    pub(super) fn of_server(&self, wanted: &str, authz: Option<&str>) -> Result<Vec<OsString>, String> {
+    pub(crate) fn of_server(&self, wanted: &str, authz: Option<&str>) -> Result<Vec<OsString>, String> {
         let found = self.find(wanted, true)?;
         let mut ours: Vec<OsString> =
             vec!["--tls=require".into(), format!("--tls-certificates={}", found.dir).into()];
@@ -134,8 +141,26 @@ impl Objects {
         Ok(ours)
     }
 
+    /// The certificates of this name, for an image at an NBD server. A Unix socket has no name of its own.
+    pub(crate) fn of_image(
+        &self,
+        wanted: &str,
+        host: Option<&str>,
+        is_unix: bool,
+    ) -> Result<TlsChoice, String> {
+        let found = self.find(wanted, false)?;
+        if found.verifies && host.is_none() && is_unix {
+            return Err("No hostname for certificate validation: add tls-hostname=NAME".to_owned());
+        }
+        Ok(TlsChoice {
+            directory: Some(found.dir.clone().into()),
+            hostname: host.map(str::to_owned).filter(|_| found.verifies),
+            is_unverified: !found.verifies,
+        })
+    }
+
     /// The options of `vellum export list` for these certificates. A Unix socket has no name of its own.
-    pub(super) fn of_client(
+    pub(crate) fn of_client(
         &self,
         wanted: &str,
         host: Option<&str>,
@@ -255,7 +280,7 @@ fn not_accepted(name: &str, value: &str) -> String {
 }
 
 /// An option of ours with its value.
-pub(super) fn with_value(option: &str, value: &OsStr) -> OsString {
+pub(crate) fn with_value(option: &str, value: &OsStr) -> OsString {
     let mut text = OsString::from(option);
     text.push("=");
     text.push(value);

@@ -32,7 +32,10 @@ use vellum_layer::Chain;
 
 use crate::image::{ImageOptions, open_image};
 use crate::plain_file::read_at_most;
-use crate::tier::{DemotedUnits, MovedUnits, PromotedUnits, Ranges, move_in, open_medium, tier_of};
+use crate::tier::{
+    DemotedUnits, MovedUnits, PromotedUnits, Ranges, Watch, demote_found, demote_in, move_in, open_medium,
+    tier_of,
+};
 
 /// The longest pins file, in bytes.
 const FILE_MAX: u64 = 1 << 20;
@@ -101,6 +104,19 @@ pub struct MovedFiles {
     /// The units.
     #[serde(flatten)]
     pub units: MovedUnits,
+    /// How many files there are.
+    pub files: u64,
+    /// Bytes of the disk that they have.
+    pub file_bytes: u64,
+}
+
+/// What became of files that were brought back, as programs read it.
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct DemotedFiles {
+    /// The units.
+    #[serde(flatten)]
+    pub units: DemotedUnits,
     /// How many files there are.
     pub files: u64,
     /// Bytes of the disk that they have.
@@ -339,20 +355,33 @@ pub(crate) async fn find_paths(disk: &dyn Disk, paths: &[Pin]) -> Result<Wanted>
     }
 }
 
-/// Moves the units of files.
-pub(crate) async fn move_wanted(chain: &Chain, wanted: Wanted) -> Result<MovedFiles> {
+/// The units of files; none where there are no files, which would be the whole disk.
+fn ranges_of(chain: &Chain, wanted: &Wanted) -> Result<Option<Ranges>> {
     let unit_size = tier_of(chain)?.unit_bytes();
     let disk = GuestOffset::ZERO.span(chain.disk().geometry().size);
     let spans: Vec<GuestSpan> = wanted.spans.iter().flatten().copied().collect();
     let runs = BlockSize::from_bytes(unit_size).map(|unit| unit_runs(&spans, unit)).unwrap_or_default();
     let runs = runs.into_iter().map(|run| run.intersect(disk)).filter(|run| !run.is_empty());
     let ranges: Vec<(u64, u64)> = runs.map(|run| (run.start().bytes(), run.len())).collect();
-    let units = match ranges.is_empty() {
-        // No ranges would be the whole disk.
-        true => MovedUnits::none(unit_size),
-        false => move_in(chain, &Ranges { ranges, copies_base: false }, false).await?,
+    Ok((!ranges.is_empty()).then_some(Ranges { ranges, copies_base: false }))
+}
+
+/// Moves the units of files.
+pub(crate) async fn move_wanted(chain: &Chain, wanted: Wanted, watch: Watch<'_>) -> Result<MovedFiles> {
+    let units = match ranges_of(chain, &wanted)? {
+        None => MovedUnits::none(tier_of(chain)?.unit_bytes()),
+        Some(ranges) => move_in(chain, &ranges, false, watch).await?,
     };
     Ok(MovedFiles { units, files: wanted.files, file_bytes: wanted.bytes })
+}
+
+/// Brings the units of files back.
+pub(crate) async fn demote_wanted(chain: &Chain, wanted: Wanted, watch: Watch<'_>) -> Result<DemotedFiles> {
+    let units = match ranges_of(chain, &wanted)? {
+        None => DemotedUnits::default(),
+        Some(ranges) => demote_in(chain, &ranges, watch).await?,
+    };
+    Ok(DemotedFiles { units, files: wanted.files, file_bytes: wanted.bytes })
 }
 
 fn in_volume(volume: &Volume) -> String {
@@ -508,10 +537,29 @@ pub async fn move_files(
     fast: &Path,
     paths: &[Pin],
     options: &ImageOptions,
+    watch: Watch<'_>,
 ) -> Result<MovedFiles> {
     with_chain(image, fast, options, async |chain| {
         let wanted = find_paths(&**chain.disk(), paths).await.context(|| image.display().to_string())?;
-        move_wanted(chain, wanted).await
+        move_wanted(chain, wanted, watch).await
+    })
+    .await
+}
+
+/// Brings the units of the files at these paths back to a closed image.
+///
+/// # Errors
+/// As above, and those of [`demote`](crate::tier::demote).
+pub async fn demote_files(
+    image: &Path,
+    fast: &Path,
+    paths: &[Pin],
+    options: &ImageOptions,
+    watch: Watch<'_>,
+) -> Result<DemotedFiles> {
+    demote_found(image, fast, options, async |chain| {
+        let wanted = find_paths(&**chain.disk(), paths).await.context(|| image.display().to_string())?;
+        demote_wanted(chain, wanted, watch).await
     })
     .await
 }

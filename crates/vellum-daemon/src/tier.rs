@@ -9,6 +9,11 @@
 //! Each function must be called on a worker. A medium is opened for writing only where the user names it: what an image
 //! says of it is for people.
 
+mod pieces;
+#[cfg(test)]
+mod tests;
+mod units;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -16,8 +21,8 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use vellum_core::{Context, Error, ErrorKind, GuestOffset, GuestSpan, Random, Result, SharedStorage};
 use vellum_format::fast::{
-    Demoted, FastId, FastMedium, Moved, NamedFast, NewRow, Promoted, Promotion, Reason, RowFacts, TierFacts,
-    Tiers, create, note_cut,
+    FastId, FastMedium, NamedFast, NewRow, Promoted, Promotion, Reason, RowFacts, TierFacts, Tiers, create,
+    note_cut,
 };
 use vellum_io::{File, OpenOptions};
 use vellum_layer::Chain;
@@ -25,6 +30,8 @@ use vellum_layer::Chain;
 use crate::flash::random_bytes;
 use crate::image::{ImageOptions, open_file, open_image};
 use crate::occupied::holds_something;
+pub use pieces::Watch;
+pub use units::{DemotedUnits, MovedUnits, PromotedUnits};
 
 const ONLY_NATIVE: &str = "only images of the format vellum can have a fast medium. With others, put the backing image on fast storage";
 
@@ -80,150 +87,6 @@ impl Ranges {
         };
         self.ranges.iter().map(span).collect()
     }
-}
-
-/// What became of a promotion, as programs read it.
-#[derive(Debug, Clone, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub struct PromotedUnits {
-    /// The size of a unit in bytes.
-    pub unit_size: u64,
-    /// Units that were copied.
-    pub promoted: u64,
-    /// Units that were there already.
-    pub there: u64,
-    /// Units left in the backing image.
-    pub in_backing: u64,
-    /// Units that read as zero.
-    pub zero: u64,
-    /// Units that were written meanwhile.
-    pub written: u64,
-    /// Units for which there was no room, or the budget is spent.
-    pub no_room: u64,
-    /// Units that the image has no bit for.
-    pub no_bit: u64,
-}
-
-impl PromotedUnits {
-    pub(crate) fn none(unit_size: u64) -> Self {
-        Self::of(unit_size, Promoted::default())
-    }
-
-    pub(crate) fn add(&mut self, more: Promoted) {
-        let Promoted { units, there, in_base, zero, written, no_room, no_bit } = more;
-        self.promoted += units;
-        self.there += there;
-        self.in_backing += in_base;
-        self.zero += zero;
-        self.written += written;
-        self.no_room += no_room;
-        self.no_bit += no_bit;
-    }
-
-    fn of(unit_size: u64, done: Promoted) -> Self {
-        let Promoted { units, there, in_base, zero, written, no_room, no_bit } = done;
-        Self { unit_size, promoted: units, there, in_backing: in_base, zero, written, no_room, no_bit }
-    }
-}
-
-/// What became of a move, as programs read it.
-#[derive(Debug, Clone, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub struct MovedUnits {
-    /// The size of a unit in bytes.
-    pub unit_size: u64,
-    /// Units whose space in the image is free now.
-    pub moved: u64,
-    /// Units whose space was free before.
-    pub there: u64,
-    /// Units that the fast medium has no copy of, and that were not to be copied.
-    pub not_copied: u64,
-    /// Units that are read from the backing image, as a whole or in part.
-    pub not_stored: u64,
-    /// Units that read as zero.
-    pub zero: u64,
-    /// Units for which there was no room, or the budget is spent.
-    pub no_room: u64,
-    /// Units that the image has no bit for.
-    pub no_bit: u64,
-    /// Units that were written meanwhile.
-    pub written: u64,
-    /// What could not be read, on the fast medium or in the image, and is as it was: how many bytes.
-    pub left_bytes: u64,
-    /// Offset and length of the first of its parts.
-    pub left: Vec<(u64, u64)>,
-    /// Why the first of it could not be read.
-    pub why: Option<String>,
-}
-
-impl MovedUnits {
-    pub(crate) fn none(unit_size: u64) -> Self {
-        Self::of(unit_size, Moved::default())
-    }
-
-    fn of(unit_size: u64, done: Moved) -> Self {
-        let Moved { units, there, not_copied, not_stored, written, left, why } = done;
-        let (left_bytes, left, why) = listed(left, why);
-        Self {
-            unit_size,
-            moved: units,
-            there,
-            not_copied,
-            not_stored,
-            zero: 0,
-            no_room: 0,
-            no_bit: 0,
-            written,
-            left_bytes,
-            left,
-            why,
-        }
-    }
-
-    /// As above, of units that were to be copied first: why those were not that have no copy.
-    fn after(unit_size: u64, copied: Promoted, done: Moved) -> Self {
-        let Promoted { in_base, zero, written, no_room, no_bit, .. } = copied;
-        let moved = Self::of(unit_size, done);
-        let known = in_base + zero + written + no_room + no_bit;
-        Self {
-            not_copied: moved.not_copied.saturating_sub(known),
-            not_stored: moved.not_stored + in_base,
-            written: moved.written + written,
-            zero,
-            no_room,
-            no_bit,
-            ..moved
-        }
-    }
-}
-
-/// What became of units that were taken back, as programs read it.
-#[derive(Debug, Clone, Default, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub struct DemotedUnits {
-    /// Units that are read from the image now.
-    pub demoted: u64,
-    /// What could not be read on the fast medium, which alone has it: how many bytes.
-    pub left_bytes: u64,
-    /// Offset and length of the first of its parts.
-    pub left: Vec<(u64, u64)>,
-    /// Why the first of it could not be read.
-    pub why: Option<String>,
-}
-
-impl From<Demoted> for DemotedUnits {
-    fn from(done: Demoted) -> Self {
-        let Demoted { units, left, why } = done;
-        let (left_bytes, left, why) = listed(left, why);
-        Self { demoted: units, left_bytes, left, why }
-    }
-}
-
-/// How many bytes are left, the first of their parts, and why the first one is.
-fn listed(left: Vec<GuestSpan>, why: Option<Error>) -> (u64, Vec<(u64, u64)>, Option<String>) {
-    let bytes = left.iter().map(|span| span.len()).sum();
-    let parts = left.iter().take(LISTED_MAX).map(|span| (span.start().bytes(), span.len()));
-    (bytes, parts.collect(), why.map(|error| error.chain()))
 }
 
 fn context(path: &Path) -> impl Fn() -> String + '_ {
@@ -565,12 +428,23 @@ pub async fn demote(
     fast: &Path,
     ranges: &Ranges,
     options: &ImageOptions,
+    watch: Watch<'_>,
 ) -> Result<DemotedUnits> {
+    demote_found(image, fast, options, async |chain| demote_in(chain, ranges, watch).await).await
+}
+
+/// As above, of what is found in the image when it is open.
+pub(crate) async fn demote_found<T>(
+    image: &Path,
+    fast: &Path,
+    options: &ImageOptions,
+    act: impl AsyncFnOnce(&Chain) -> Result<T>,
+) -> Result<T> {
     let medium = medium_to_bring_back(fast, image, options).await?;
     // What its tables have lost is no reason to leave the rest there.
     let options = ImageOptions { fast: Some(medium), salvages: true, ..options.clone() };
     let chain = open_image(image, &options).await?;
-    let done = demote_in(&chain, ranges).await;
+    let done = act(&chain).await;
     let closed = chain.close().await;
     done.and_then(|done| closed.map(|()| done))
 }
@@ -585,27 +459,43 @@ pub async fn move_away(
     fast: &Path,
     (ranges, only_copied): (&Ranges, bool),
     options: &ImageOptions,
+    watch: Watch<'_>,
 ) -> Result<MovedUnits> {
     let medium = open_medium(fast).await?;
     let chain = open_image(image, &ImageOptions { fast: Some(medium), ..options.clone() }).await?;
-    let done = move_in(&chain, ranges, only_copied).await;
+    let done = move_in(&chain, ranges, only_copied, watch).await;
     let closed = chain.close().await;
     done.and_then(|done| closed.map(|()| done))
 }
 
-pub(crate) async fn move_in(chain: &Chain, ranges: &Ranges, only_copied: bool) -> Result<MovedUnits> {
-    let tier = tier_of(chain)?;
-    let spans = ranges.spans(chain.disk().geometry().size)?;
+pub(crate) async fn move_in(
+    chain: &Chain,
+    ranges: &Ranges,
+    only_copied: bool,
+    watch: Watch<'_>,
+) -> Result<MovedUnits> {
+    let (tier, size) = (tier_of(chain)?, chain.disk().geometry().size);
+    let spans = ranges.spans(size)?;
     end_files_snapshot(chain).await?;
     tier.may_move()?;
-    let copied = match only_copied {
-        true => Promoted::default(),
-        false => {
-            let promotion = Promotion { ranges: spans.clone(), reason: Reason::Asked, copies_base: false };
-            tier.promote(promotion).await?
-        }
-    };
-    Ok(MovedUnits::after(tier.unit_bytes(), copied, tier.move_away(&spans).await?))
+    let mut done = MovedUnits::none(tier.unit_bytes());
+    let each = watch.each(&spans, size, async |piece| {
+        let copied = match only_copied {
+            true => Promoted::default(),
+            false => {
+                let promotion = Promotion { ranges: vec![piece], reason: Reason::Asked, copies_base: false };
+                tier.promote(promotion).await?
+            }
+        };
+        done.add(MovedUnits::after(tier.unit_bytes(), copied, tier.move_away(&[piece]).await?));
+        Ok(())
+    });
+    let to_the_end = each.await;
+    let to_the_end = to_the_end.map_err(|error| match done.moved {
+        0 => error,
+        moved => error.context(format!("{moved} units were moved before, and are on the fast medium alone")),
+    })?;
+    Ok(MovedUnits { interrupted: !to_the_end, ..done })
 }
 
 /// Deletes the snapshot that a program which was killed has left of looking for files: it would keep units from moving. None is in use,
@@ -641,11 +531,17 @@ pub(crate) async fn promote_in(chain: &Chain, ranges: &Ranges) -> Result<Promote
     Ok(PromotedUnits::of(tier.facts().unit_bytes, done))
 }
 
-pub(crate) async fn demote_in(chain: &Chain, ranges: &Ranges) -> Result<DemotedUnits> {
-    let spans = ranges.spans(chain.disk().geometry().size)?;
-    let tier = tier_of(chain)?;
+pub(crate) async fn demote_in(chain: &Chain, ranges: &Ranges, watch: Watch<'_>) -> Result<DemotedUnits> {
+    let size = chain.disk().geometry().size;
+    let (spans, tier) = (ranges.spans(size)?, tier_of(chain)?);
     tier.check_not_cut().await?;
-    tier.demote(&spans).await.map(DemotedUnits::from)
+    let mut done = DemotedUnits::default();
+    let each = watch.each(&spans, size, async |piece| {
+        done.add(tier.demote(&[piece]).await?.into());
+        Ok(())
+    });
+    let to_the_end = each.await?;
+    Ok(DemotedUnits { interrupted: !to_the_end, ..done })
 }
 
 pub(crate) fn facts_in(chain: &Chain) -> Result<Value> {

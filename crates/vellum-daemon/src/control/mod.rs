@@ -264,6 +264,9 @@ pub enum Request {
         /// Take them back instead.
         #[serde(default)]
         demote: bool,
+        /// To be taken back instead of ranges: the files at these paths in the guest.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        paths: Vec<Pin>,
     },
     /// Copy ranges of a disk to its fast medium, unless they are there, and free their space in the image. `tier-promote` with
     /// `demote` brings them back. Answered when that is done.

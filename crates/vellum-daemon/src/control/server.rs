@@ -369,12 +369,18 @@ impl Control {
                 json!(disk.flash_stats().await?)
             }
             Request::TierStatus { disk } => self.disks.find(disk.as_deref())?.tier_status().await?,
-            Request::TierPromote { disk, ranges, copy, demote } => {
+            Request::TierPromote { disk, ranges, copy, demote, paths } => {
                 let disk = self.disks.find(disk.as_deref())?;
                 let ranges = Ranges { ranges: ranges.clone(), copies_base: *copy };
-                match demote {
-                    true => json!(disk.demote(&ranges).await?),
-                    false => json!(disk.promote(&ranges).await?),
+                match (demote, paths.is_empty()) {
+                    (true, true) => json!(disk.demote(&ranges).await?),
+                    (true, false) => json!(disk.demote_files(paths).await?),
+                    (false, true) => json!(disk.promote(&ranges).await?),
+                    (false, false) => {
+                        return Err(Error::invalid(
+                            "paths are only for taking back: tier-pin promotes files",
+                        ));
+                    }
                 }
             }
             Request::TierMove { disk, ranges, only_copied, paths } => {

@@ -65,7 +65,7 @@ impl Served {
     /// As above.
     pub(crate) async fn demote(&self, ranges: &tier::Ranges) -> Result<tier::DemotedUnits> {
         let chain = self.chain_to_change().await?;
-        tier::demote_in(chain.as_ref().ok_or_else(|| self.is_closed())?, ranges).await
+        tier::demote_in(chain.as_ref().ok_or_else(|| self.is_closed())?, ranges, tier::Watch::nobody()).await
     }
 
     /// Frees the space in the image of ranges that its fast medium has.
@@ -79,7 +79,8 @@ impl Served {
     ) -> Result<tier::MovedUnits> {
         let _one = self.tiering.pinning.lock().await;
         let chain = self.chain_to_change().await?;
-        tier::move_in(chain.as_ref().ok_or_else(|| self.is_closed())?, ranges, only_copied).await
+        let open = chain.as_ref().ok_or_else(|| self.is_closed())?;
+        tier::move_in(open, ranges, only_copied, tier::Watch::nobody()).await
     }
 
     /// Changes what it does with the flash cache.

@@ -20,10 +20,10 @@ use vellum_layer::{Chain, valve};
 
 use super::{Served, kept};
 use crate::pins::{
-    ChosenFiles, FileTimes, MovedFiles, Pin, PinChange, Pinning, apply_times, find_by_times, find_paths,
-    move_wanted, pins_of,
+    ChosenFiles, DemotedFiles, FileTimes, MovedFiles, Pin, PinChange, Pinning, apply_times, demote_wanted,
+    find_by_times, find_paths, move_wanted, pins_of,
 };
-use crate::tier::{FILES_SNAPSHOT, facts_json};
+use crate::tier::{FILES_SNAPSHOT, Watch, facts_json};
 
 /// How often a disk is looked at that guests write meanwhile.
 const LOOKS_MAX: u32 = 3;
@@ -75,7 +75,19 @@ impl Served {
         drop(self.chain_to_change().await?);
         let found = self.read_files(async |disk| find_paths(disk, paths).await).await?;
         let chain = self.chain_to_change().await?;
-        move_wanted(chain.as_ref().ok_or_else(|| self.is_closed())?, found).await
+        move_wanted(chain.as_ref().ok_or_else(|| self.is_closed())?, found, Watch::nobody()).await
+    }
+
+    /// Brings the files at these paths back.
+    ///
+    /// # Errors
+    /// As above.
+    pub(crate) async fn demote_files(&self, paths: &[Pin]) -> Result<DemotedFiles> {
+        let _one = self.tiering.pinning.lock().await;
+        drop(self.chain_to_change().await?);
+        let found = self.read_files(async |disk| find_paths(disk, paths).await).await?;
+        let chain = self.chain_to_change().await?;
+        demote_wanted(chain.as_ref().ok_or_else(|| self.is_closed())?, found, Watch::nobody()).await
     }
 
     /// The chain, for a change of the image that no guest has asked for.

@@ -9,13 +9,13 @@ use serde_json::{Value, json};
 use vellum_core::{Error, Result};
 use vellum_daemon::control::{Request, call};
 use vellum_daemon::pins::{FileTimes, pins_of};
-use vellum_daemon::tier::{self, FastFor, Ranges, facts_json};
+use vellum_daemon::tier::{self, FastFor, Ranges, Watch, facts_json};
 use vellum_daemon::{ImageOptions, IoMode, run as run_worker};
 
 use super::Outcome;
 use super::tier_disk::{
-    OfDisk, WithFast, code_for_left, code_for_moved, in_use, in_use_alone, options_of, say_moved, say_units,
-    units_are,
+    OfDisk, WithFast, code_for_left, code_for_moved, in_use, in_use_alone, options_of, say_demoted,
+    say_moved, say_units, units_are,
 };
 use super::tier_files::{self, PinArgs, UnpinArgs};
 use crate::args::{AllowArgs, OutputFormat, parse_size};
@@ -204,6 +204,9 @@ struct DemoteArgs {
 /// From then on the disk is not opened without that medium, and what is lost with the medium is lost. The guest still writes to the
 /// image alone: a part that is written is copied back first. Snapshots are not possible meanwhile, nor is what changes the image
 /// without its medium (resize, flatten, check -r). `--back` copies parts home; when nothing is left, all of that is as before.
+///
+/// A terminal shows the progress. Interrupted, the command ends in good order: what is done stays done, and the same command goes on. A
+/// server that was asked with --control carries on.
 #[derive(clap::Args)]
 #[command(group = ArgGroup::new("what").args(["range", "all", "copied", "path"]).multiple(true).required(true))]
 struct MoveArgs {
@@ -211,7 +214,7 @@ struct MoveArgs {
     #[arg(long, value_name = "OFFSET+LENGTH", value_parser = parse_range)]
     range: Vec<(u64, u64)>,
     /// The files at this path in the guest, such as /usr/share, as `vellum tier pin` finds them; may be given several times
-    #[arg(long, value_name = "PATH", conflicts_with_all = ["range", "all", "copied", "back"])]
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["range", "all", "copied"])]
     path: Vec<String>,
     /// The partition with these paths; needed if several partitions have them
     #[arg(long, value_name = "NUMBER", requires = "path")]
@@ -461,7 +464,7 @@ fn promote(args: &PromoteArgs) -> Outcome {
     let ranges = Ranges { ranges: args.range.clone(), copies_base: args.copy };
     let asked = args.with.ask(|disk| {
         let (ranges, copy) = (ranges.ranges.clone(), args.copy);
-        Request::TierPromote { disk, ranges, copy, demote: false }
+        Request::TierPromote { disk, ranges, copy, demote: false, paths: Vec::new() }
     });
     let answer = match asked? {
         Some(answer) => answer,
@@ -483,6 +486,9 @@ fn demote(args: &DemoteArgs) -> Outcome {
 }
 
 fn move_units(args: &MoveArgs) -> Outcome {
+    if args.back && !args.path.is_empty() {
+        return tier_files::bring_files_back(&args.path, args.partition, &args.with);
+    }
     if args.back {
         return take_back(&args.range, &args.with);
     }
@@ -499,10 +505,10 @@ fn move_units(args: &MoveArgs) -> Outcome {
         Some(answer) => answer,
         None => {
             let (image, fast, options) = args.with.closed();
-            let done = run_worker(IoMode::Auto, async || {
-                tier::move_away(&image, &fast, (&ranges, only_copied), &options).await
-            })?;
-            json!(done.map_err(in_use)?)
+            let work = async |watch: Watch<'_>| {
+                tier::move_away(&image, &fast, (&ranges, only_copied), &options, watch).await
+            };
+            json!(args.with.watched(work)?)
         }
     };
     if !args.with.says_json(&answer) {
@@ -518,20 +524,18 @@ fn take_back(range: &[(u64, u64)], with: &WithFast) -> Outcome {
         ranges: ranges.ranges.clone(),
         copy: false,
         demote: true,
+        paths: Vec::new(),
     });
     let answer = match asked? {
         Some(answer) => answer,
         None => {
             let (image, fast, options) = with.closed();
-            let done =
-                run_worker(IoMode::Auto, async || tier::demote(&image, &fast, &ranges, &options).await)?;
-            json!(done.map_err(in_use)?)
+            let work = async |watch: Watch<'_>| tier::demote(&image, &fast, &ranges, &options, watch).await;
+            json!(with.watched(work)?)
         }
     };
     if !with.says_json(&answer) {
-        let units = answer["demoted"].as_u64().unwrap_or_default();
-        let what = if units == 1 { "unit is" } else { "units are" };
-        say(&format!("{units} {what} read from the image again"));
+        say_demoted(&answer);
     }
     Ok(code_for_left(&answer))
 }

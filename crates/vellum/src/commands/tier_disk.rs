@@ -1,16 +1,20 @@
 //! The disk of a `vellum tier` command, closed or served, and what became of its units.
 
+use std::cell::OnceCell;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use serde_json::Value;
 use vellum_core::Error;
 use vellum_daemon::control::{Request, call};
+use vellum_daemon::signals::Stop;
+use vellum_daemon::tier::Watch;
 use vellum_daemon::{ImageOptions, IoMode, run as run_worker};
 
 use super::{Failure, if_locked};
 use crate::args::{AllowArgs, OutputFormat};
 use crate::output::{complain, human_bytes, say, say_json};
+use crate::progress::{Progress, Wish};
 
 /// The disk: a closed image, or one of a running server.
 #[derive(clap::Args)]
@@ -58,6 +62,23 @@ impl WithFast {
         (image, self.fast.clone().expect("required with an image"), options_of(&self.allow))
     }
 
+    /// Does long work with a bar on a terminal. A signal ends it between two pieces.
+    pub(super) fn watched<T>(
+        &self,
+        work: impl AsyncFnOnce(Watch<'_>) -> Result<T, Error>,
+    ) -> Result<T, Failure> {
+        let wish = Wish { is_wanted: false, quiet: false, output: self.output };
+        let done = run_worker(IoMode::Auto, async || {
+            let stop = Stop::new()?;
+            let bar = OnceCell::new();
+            let progress = |size, done| bar.get_or_init(|| Progress::new(size, wish)).set(done);
+            let done = work(Watch { stop: &stop.flag, progress: &progress }).await;
+            bar.get().into_iter().for_each(Progress::end);
+            done
+        });
+        done?.map_err(in_use)
+    }
+
     pub(super) fn says_json(&self, answer: &Value) -> bool {
         let is_json = self.output == OutputFormat::Json;
         if is_json {
@@ -100,8 +121,16 @@ pub(super) fn code_for_left(answer: &Value) -> ExitCode {
 
 fn code_for(answer: &Value, what: &str, remedy: &str) -> ExitCode {
     let bytes = answer["left-bytes"].as_u64().unwrap_or_default();
+    let code = if answer["interrupted"] == true {
+        complain(
+            "vellum tier: interrupted: what is done stays done, and the rest is as before; run it again to continue",
+        );
+        ExitCode::from(INTERRUPTED)
+    } else {
+        ExitCode::FAILURE
+    };
     if bytes == 0 {
-        return ExitCode::SUCCESS;
+        return if answer["interrupted"] == true { code } else { ExitCode::SUCCESS };
     }
     let why = answer["why"].as_str().map(|why| format!(" ({why})")).unwrap_or_default();
     complain(&format!("vellum tier: {bytes} bytes of the disk {what}{why}:"));
@@ -114,9 +143,10 @@ fn code_for(answer: &Value, what: &str, remedy: &str) -> ExitCode {
         complain("  and more");
     }
     complain(remedy);
-    ExitCode::FAILURE
+    code
 }
 
+const INTERRUPTED: u8 = 130;
 const NO_ROOM: &str = "found no room: the medium is full, or the budget is spent";
 const NO_BIT: &str =
     "lie behind the end that the disk had when it was attached: detach it and attach it again";
@@ -150,6 +180,13 @@ pub(super) fn say_moved(answer: &Value) {
             say(&format!("  {} {what}", number(field)));
         }
     }
+}
+
+/// What became of units that were to be taken back.
+pub(super) fn say_demoted(answer: &Value) {
+    let units = answer["demoted"].as_u64().unwrap_or_default();
+    let what = if units == 1 { "unit is" } else { "units are" };
+    say(&format!("{units} {what} read from the image again"));
 }
 
 /// What became of units that were to be promoted.

@@ -5,10 +5,11 @@ use std::process::ExitCode;
 use serde_json::{Value, json};
 use vellum_daemon::control::Request;
 use vellum_daemon::pins::{self, FileTimes, Pin, PinChange};
+use vellum_daemon::tier::Watch;
 use vellum_daemon::{IoMode, run as run_worker};
 
 use super::Outcome;
-use super::tier_disk::{WithFast, code_for_left, code_for_moved, in_use, say_moved, say_units};
+use super::tier_disk::{WithFast, code_for_left, code_for_moved, in_use, say_demoted, say_moved, say_units};
 use crate::output::{human_bytes, say};
 
 /// Keep files of the guest on the fast medium
@@ -105,9 +106,34 @@ pub(super) fn promote_by_times(times: FileTimes, with: &WithFast) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
+fn pins_at(paths: &[String], partition: Option<u32>) -> Vec<Pin> {
+    paths.iter().map(|path| Pin { path: path.clone(), partition, copy: false }).collect()
+}
+
+pub(super) fn bring_files_back(paths: &[String], partition: Option<u32>, with: &WithFast) -> Outcome {
+    let paths = pins_at(paths, partition);
+    let asked = with.ask(|disk| {
+        let (ranges, paths) = (Vec::new(), paths.clone());
+        Request::TierPromote { disk, ranges, copy: false, demote: true, paths }
+    })?;
+    let answer = match asked {
+        Some(answer) => answer,
+        None => {
+            let (image, fast, options) = with.closed();
+            let work =
+                async |watch: Watch<'_>| pins::demote_files(&image, &fast, &paths, &options, watch).await;
+            json!(with.watched(work)?)
+        }
+    };
+    if !with.says_json(&answer) {
+        say_count(&answer);
+        say_demoted(&answer);
+    }
+    Ok(code_for_left(&answer))
+}
+
 pub(super) fn move_files(paths: &[String], partition: Option<u32>, with: &WithFast) -> Outcome {
-    let paths: Vec<Pin> =
-        paths.iter().map(|path| Pin { path: path.clone(), partition, copy: false }).collect();
+    let paths = pins_at(paths, partition);
     let asked = with.ask(|disk| {
         let (ranges, paths) = (Vec::new(), paths.clone());
         Request::TierMove { disk, ranges, only_copied: false, paths }
@@ -116,9 +142,9 @@ pub(super) fn move_files(paths: &[String], partition: Option<u32>, with: &WithFa
         Some(answer) => answer,
         None => {
             let (image, fast, options) = with.closed();
-            let done =
-                run_worker(IoMode::Auto, async || pins::move_files(&image, &fast, &paths, &options).await)?;
-            json!(done.map_err(in_use)?)
+            let work =
+                async |watch: Watch<'_>| pins::move_files(&image, &fast, &paths, &options, watch).await;
+            json!(with.watched(work)?)
         }
     };
     if !with.says_json(&answer) {

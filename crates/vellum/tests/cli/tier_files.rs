@@ -38,6 +38,18 @@ fn the_units_of_files_move_and_no_others() {
         |path: &str| vellum(&[&files[..], &["--fast", &fast, "--path", path, &image]].concat()).json();
     let done = closed("/one");
     assert_eq!((done["files"].as_u64(), done["moved"].as_u64()), (Some(1), Some(one.len() as u64)), "{done}");
+    // And home again, the same units.
+    vellum(&["tier", "move", "--fast", &fast, "--path", "/three", &image]).answer();
+    let back = [&files[..], &["--back", "--path", "/three", "--fast", &fast, &image]].concat();
+    let done = vellum(&back).json();
+    assert_eq!(
+        (done["files"].as_u64(), done["demoted"].as_u64()),
+        (Some(1), Some(three.len() as u64)),
+        "{done}"
+    );
+    let rest = one.difference(&three).count() as u64;
+    assert_eq!(status(&["--fast", &fast, &image])["moved"].as_u64(), Some(rest));
+    vellum(&["tier", "move", "--fast", &fast, "--path", "/one", &image]).answer();
     refused(1, &["/none", "not in the guest"], &["tier", "move", "--fast", &fast, "--path", "/none", &image]);
     refused(1, &["none", "slash"], &["tier", "move", "--fast", &fast, "--path", "none", &image]);
     // They are read from the medium to find the next ones.
@@ -64,6 +76,11 @@ fn the_units_of_files_move_and_no_others() {
         "{pinned}"
     );
     same(&client.read_all().expect("it is read"), &disk, "moved");
+    let said = vellum(&["tier", "move", "--back", "--control", &control, "--path", "/three"]).answer();
+    assert!(said.starts_with("1 file") && said.contains("read from the image again"), "{said}");
+    let rest = one.union(&two).filter(|unit| !three.contains(unit)).count() as u64;
+    assert_eq!(status(&["--control", &control])["moved"].as_u64(), Some(rest));
+    same(&client.read_all().expect("it is read"), &disk, "some are home");
     // The first move of a served disk has a snapshot to read.
     vellum(&["tier", "move", "--back", "--all", "--control", &control]).answer();
     vellum(&["tier", "move", "--control", &control, "--path", "/three"]).answer();

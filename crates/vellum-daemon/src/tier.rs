@@ -198,9 +198,8 @@ async fn open_or_make(fast: &FastFor, against: Option<Error>) -> Result<(Arc<Fas
         },
         false => open_storage(path).await?,
     };
-    if !is_new && holds_something(&storage).await? {
-        // What is there is either a fast medium, or not to be lost.
-        return Ok((open_on(storage).await.context(context(path))?, false));
+    if !is_new && let Some(medium) = medium_there(&storage).await.context(context(path))? {
+        return Ok((medium, false));
     }
     if let Some(error) = against.filter(|_| !is_new) {
         return Err(error);
@@ -218,6 +217,25 @@ async fn open_or_make(fast: &FastFor, against: Option<Error>) -> Result<(Arc<Fas
         drop(std::fs::remove_file(path));
     }
     Ok((made?, true))
+}
+
+/// The fast medium that is there, if anything is: that is one, or not to be lost. So is what cannot be read.
+async fn medium_there(storage: &SharedStorage) -> Result<Option<Arc<FastMedium>>> {
+    if matches!(holds_something(storage).await, Ok(false)) {
+        return Ok(None);
+    }
+    let opened = open_on(storage.clone()).await.map_err(|error| match error.kind() {
+        ErrorKind::Invalid => error.context(
+            "something else is there, which is not overwritten: if nobody needs it, remove the file, or empty the device \
+             (`blkdiscard -z`), and try again",
+        ),
+        ErrorKind::Corrupt | ErrorKind::Io => error.context(
+            "it cannot be opened, and is not made anew: it may have parts of disks alone (`vellum convert --salvage` reads what their \
+             images have). If nobody needs it, use another one, or remove the file, or empty the device (`blkdiscard -z`)",
+        ),
+        _ => error,
+    });
+    opened.map(Some)
 }
 
 /// Attaches a closed image to a fast medium. Nothing is copied by this.

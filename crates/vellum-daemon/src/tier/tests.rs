@@ -1,13 +1,60 @@
-//! Work that is ended between two pieces.
+//! Which medium is taken for one, and work that is ended between two pieces.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use vellum_core::{Buffer, WriteFlags};
+use vellum_core::{Buffer, ImageOffset, WriteFlags};
 use vellum_format::native;
 use vellum_io::IoMode;
+use vellum_sim::{Content, Drive, DriveOptions, Fault, Operation, Repeat, World};
 
 use super::units::add_parts;
 use super::*;
+
+/// A medium of which one copy of the superblock is damaged, or lies in a sector that cannot be read, is the medium that it was.
+/// What is there otherwise is not made into one.
+#[test]
+fn what_is_there_is_a_medium_or_is_kept() {
+    const COPIES: [u64; 2] = [0, 4096];
+    let world = World::new(1);
+    let id = FastId::new([3; 16]).expect("it is not zero");
+    let made = Drive::from_content(&world, Content::default(), DriveOptions::default());
+    world.run(async {
+        let storage: SharedStorage = made.clone();
+        assert!(medium_there(&storage).await.expect("it is empty").is_none());
+        create(&storage, 2 << 20, id).await.expect("it has space");
+    });
+    let found = |bad: &[u64], is_unreadable: bool| {
+        let mut content = made.content();
+        for at in bad.iter().filter(|_| !is_unreadable) {
+            content.write(ImageOffset::new(at + 8), &[0x5A; 512]);
+        }
+        let drive = Drive::from_content(&world, content, DriveOptions::default());
+        for at in bad.iter().filter(|_| is_unreadable) {
+            let within = Some(ImageOffset::new(*at).span(512));
+            drive.faults().add(Fault { within, repeat: Repeat::ForEver, ..Fault::nth(Operation::Read, 0) });
+        }
+        world.run(async {
+            let storage: SharedStorage = drive;
+            medium_there(&storage).await.map(|medium| medium.map(|medium| medium.id()))
+        })
+    };
+    for is_unreadable in [false, true] {
+        for bad in [&COPIES[..0], &COPIES[..1], &COPIES[1..]] {
+            assert_eq!(found(bad, is_unreadable).expect("it opens"), Some(id), "{bad:?}, {is_unreadable}");
+        }
+        let error = found(&COPIES, is_unreadable).expect_err("none is left").chain();
+        assert!(error.contains("not made anew") && error.contains("--salvage"), "{error}");
+    }
+    let mut content = Content::default();
+    content.write(ImageOffset::ZERO, &[7; 512]);
+    content.write(ImageOffset::new(4 << 20), &[7; 512]);
+    let drive = Drive::from_content(&world, content, DriveOptions::default());
+    world.run(async {
+        let storage: SharedStorage = drive;
+        let error = medium_there(&storage).await.expect_err("it is no medium").chain();
+        assert!(error.contains("something else is there") && error.contains("blkdiscard"), "{error}");
+    });
+}
 
 /// A move, and the way back, that are ended after their first piece have done all of it and nothing of the rest, and go on.
 #[test]

@@ -233,11 +233,7 @@ pub async fn resize(
     }
     if size <= before || longer.is_none() && reserve == Reserve::Nothing && options.secrets.is_empty() {
         if let Err(error) = format.resize(&storage, size, options.may_shrink).await {
-            // Past its commit point, the disk has its new size.
-            let is_past = match format.read(&*storage).await {
-                Ok(head) => size != before && head.size() == size,
-                Err(_) => false,
-            };
+            let is_past = size != before && has_size(format, &storage, size).await;
             let context = || {
                 let name = path.display();
                 format!(
@@ -265,8 +261,21 @@ pub async fn resize(
         secrets: options.secrets.clone(),
         offload: Arc::new(Pool),
     };
-    format.grow_with(&storage, size, &growth).await?;
-    Ok((before, size))
+    match format.grow_with(&storage, size, &growth).await {
+        Err(error) if has_size(format, &storage, size).await => Err(error).context(|| {
+            let name = path.display();
+            match reserve {
+                Reserve::Nothing => format!("the disk of {name} has {size} bytes now"),
+                _ => format!("the disk of {name} has {size} bytes now, but perhaps not the space for them"),
+            }
+        }),
+        grown => grown.map(|()| (before, size)),
+    }
+}
+
+/// Whether a change of size that failed was past its commit point.
+async fn has_size(format: &dyn Format, storage: &SharedStorage, size: u64) -> bool {
+    format.read(&**storage).await.is_ok_and(|head| head.size() == size)
 }
 
 /// Writes the last bytes of a disk once more, so that the image has the cluster in which it ends: the disk below goes on there.

@@ -4,7 +4,8 @@
 //!   header │ key material │ payload: as long as the disk
 //! ```
 //!
-//! 1. The header is written last. Until then the file is not a LUKS image, and afterwards all of it is there.
+//! 1. The header is written last. Until then the file is not a LUKS image, and afterwards it is an empty one with all of its
+//!    keys. A copy into it comes after that, as with the other formats.
 //! 2. The payload is not written, so the disk reads as random bytes until it is written, as one that QEMU has made. A copy of a
 //!    disk into it has to write the zeros, too.
 

@@ -3,7 +3,7 @@
 use super::MIB;
 use super::support::client::Client;
 use super::support::dir::Dir;
-use super::support::loops::{LoopDevice, Mount};
+use super::support::loops::{Failing, LoopDevice, Mount};
 use super::support::program::{has, qemu_dump, qemu_io, run, succeed, vellum};
 use super::support::server::Server;
 use super::support::{first_difference, noise, patchy};
@@ -265,4 +265,20 @@ fn a_failure_says_whether_what_was_there_is_gone() {
         let ran = vellum(&[&["create"], kind, &[&image, size]].concat());
         assert!(ran.code == 1 && !ran.err.contains("gone") && !mount.dir.join("image").exists(), "{ran:?}");
     }
+}
+
+/// A flush that fails after the disk has grown.
+#[test]
+fn a_failed_resize_says_how_long_the_disk_is() {
+    let Some(device) = Failing::new() else { return };
+    let Some(mount) = Mount::ext4_on(&device.path) else { return };
+    let image = mount.dir.text("image");
+    vellum(&["create", "-q", "-f", "raw", &image, "1M"]).answer();
+    device.fail();
+    refused(
+        1,
+        &[&image, "has 8388608 bytes now, but perhaps not the space for them", "can't flush"],
+        &["resize", "-f", "raw", "--preallocation", "full", &image, "8M"],
+    );
+    assert_eq!(std::fs::metadata(&image).expect("there").len(), 8 << 20);
 }

@@ -108,7 +108,8 @@ impl Drop for Failing {
 /// A file system of its own, mounted.
 pub struct Mount {
     pub dir: Dir,
-    _device: Option<LoopDevice>,
+    /// Detached after it is unmounted.
+    device: Option<LoopDevice>,
 }
 
 impl Mount {
@@ -124,20 +125,27 @@ impl Mount {
             skipped(&format!("no tmpfs: {}", ran.err.trim()));
             return None;
         }
-        Some(Self { dir, _device: None })
+        Some(Self { dir, device: None })
+    }
+
+    /// An ext4 on this device.
+    pub fn ext4_on(device: &str) -> Option<Self> {
+        let dir = Dir::new("mount");
+        let made = run("mkfs.ext4", &["-q", "-O", "^has_journal", "-m", "0", device]);
+        let ran = if made.code == 0 { run("mount", &[device, &dir.text("")]) } else { made };
+        if ran.code != 0 {
+            skipped(&format!("no ext4: {}", ran.err.trim()));
+            return None;
+        }
+        Some(Self { dir, device: None })
     }
 
     /// An ext4 on a loop device of `len` bytes.
     pub fn ext4(len: u64) -> Option<Self> {
         let device = LoopDevice::new(len, 512)?;
-        let dir = Dir::new("mount");
-        let made = run("mkfs.ext4", &["-q", "-O", "^has_journal", "-m", "0", &device.text()]);
-        let ran = if made.code == 0 { run("mount", &[&device.text(), &dir.text("")]) } else { made };
-        if ran.code != 0 {
-            skipped(&format!("no ext4: {}", ran.err.trim()));
-            return None;
-        }
-        Some(Self { dir, _device: Some(device) })
+        let mut mount = Self::ext4_on(&device.text())?;
+        mount.device = Some(device);
+        Some(mount)
     }
 }
 

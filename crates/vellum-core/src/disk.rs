@@ -269,6 +269,10 @@ pub type SharedDisk = Arc<dyn Disk>;
 /// After this many extents an answer stops early, so that its size is bounded.
 const EXTENTS_MAX: usize = 4096;
 
+/// So often the disks of a chain are asked for one answer: a storage may know only little at a time, and whoever wants the answer looks in
+/// between whether to go on.
+const ASKS_MAX: usize = EXTENTS_MAX;
+
 /// An extent of a chain.
 #[derive(Debug, Clone)]
 pub struct MergedExtent<P = Place> {
@@ -335,6 +339,7 @@ pub(crate) async fn merged<D: Disk + ?Sized, P: From<Place>>(
     let mut answer: Vec<MergedExtent<P>> = Vec::new();
     // A stack instead of recursion, because a chain may be long. What comes first on the disk is on top.
     let mut steps = vec![Step::Ask { disk: None, span, depth: 0 }];
+    let mut asked = 0;
     while let Some(step) = steps.pop() {
         let (disk, span, depth) = match step {
             Step::Answer { span, place, depth } => {
@@ -344,8 +349,10 @@ pub(crate) async fn merged<D: Disk + ?Sized, P: From<Place>>(
                 push(&mut answer, MergedExtent { span, place, depth }, joins);
                 continue;
             }
+            Step::Ask { .. } if asked >= ASKS_MAX && !answer.is_empty() => break,
             Step::Ask { disk, span, depth } => (disk, span, depth),
         };
+        asked += 1;
         let size = disk.as_ref().map_or_else(|| top.geometry().size, |disk| disk.geometry().size);
         let (inside, outside) = span.split_at(size.saturating_sub(span.start().bytes()));
         if !outside.is_empty() {

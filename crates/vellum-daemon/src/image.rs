@@ -17,7 +17,7 @@ use vellum_layer::hydrate::TapOptions;
 use vellum_layer::{
     Chain, ChainOptions, Encrypted, FlashChoice, Opener, Purpose, Referrer, Templates, Trust,
 };
-use vellum_remote::nbd::NbdTls;
+use vellum_remote::nbd::{NbdTls, STATUSES_MAX};
 use vellum_remote::{REMOTE_TIMEOUT_DEFAULT, RemoteOptions};
 
 use crate::chunk_cache::CacheChoice;
@@ -30,6 +30,8 @@ pub struct Remote {
     pub timeout: Option<Duration>,
     /// How exports of NBD servers are encrypted.
     pub nbd_tls: NbdTls,
+    /// Their servers are asked what is stored, but not without end.
+    pub is_bounded: bool,
 }
 
 /// How an image is opened.
@@ -119,6 +121,7 @@ impl ImageOptions {
             remote: RemoteOptions {
                 timeout: self.remote.timeout.unwrap_or(REMOTE_TIMEOUT_DEFAULT),
                 nbd_tls: self.remote.nbd_tls.clone(),
+                statuses_max: self.remote.is_bounded.then_some(STATUSES_MAX),
                 allowed: Host::url_prefixes(&self.allow_dirs)?,
                 cache: match self
                     .chunk_cache

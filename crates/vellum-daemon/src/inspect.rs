@@ -12,6 +12,7 @@ use vellum_format::image::{Fact, Head, Snapshot};
 use vellum_format::probe::Guess;
 use vellum_io::unblock_at;
 use vellum_layer::chain::{Backing, Step, WayDown, being_written};
+use vellum_remote::nbd::STATUSES_MAX;
 
 use crate::host::{Host, is_nbd};
 use crate::image::{ImageOptions, Look, look_at};
@@ -24,8 +25,8 @@ pub struct ImageFacts {
     pub format: Guess,
     /// How long the file is, in bytes.
     pub file_len: u64,
-    /// Space the file takes, in bytes.
-    pub actual_size: u64,
+    /// Space the file takes, in bytes. Not known of an export whose server says too little at a time.
+    pub actual_size: Option<u64>,
     /// The size of the disk, in bytes. Not known of all formats that are not read.
     pub virtual_size: Option<u64>,
     /// The facts from its header, if its format can be read.
@@ -86,16 +87,25 @@ pub(crate) async fn len_below(path: &Path, options: &ImageOptions) -> Result<Opt
     found.await.map_err(|error| below.describe(error))
 }
 
-/// How much of it is data, as far as the storage knows.
-async fn actual_size(storage: &dyn Storage) -> Result<u64> {
-    let (mut at, mut data) = (ImageOffset::ZERO, 0);
+/// How much of it is data, if the storage says so in the end.
+async fn actual_size(storage: &dyn Storage) -> Result<Option<u64>> {
+    let (mut at, mut data, mut asked) = (ImageOffset::ZERO, 0, 0);
     while at.bytes() < storage.len() {
+        if asked == STATUSES_MAX {
+            tracing::warn!(
+                "{}: how much of it is data is not known: its server was asked {asked} times, and has told of {at} of {} bytes",
+                storage.name(),
+                storage.len()
+            );
+            return Ok(None);
+        }
+        asked += 1;
         let runs = storage.runs(at.span(storage.len() - at.bytes())).await?;
         let Some(last) = runs.last() else { break };
         at = last.span.end();
         data += runs.iter().filter(|run| run.is_data).map(|run| run.span.len()).sum::<u64>();
     }
-    Ok(data)
+    Ok(Some(data))
 }
 
 impl ImageFacts {
@@ -104,11 +114,11 @@ impl ImageFacts {
         let storage = &look.storage;
         let actual_size = match Url::of_path(&step.canonical) {
             Some(Ok(url)) if is_nbd(&url) => actual_size(&**storage).await?,
-            Some(_) => storage.len(),
+            Some(_) => Some(storage.len()),
             None => {
                 let canonical = step.canonical.clone();
                 let metadata = unblock_at(&step.canonical, move || std::fs::metadata(canonical)).await;
-                metadata.context(|| format!("can't stat {}", step.path.display()))?.blocks() * 512
+                Some(metadata.context(|| format!("can't stat {}", step.path.display()))?.blocks() * 512)
             }
         };
         let head = match look.format {

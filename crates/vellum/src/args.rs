@@ -98,7 +98,7 @@ impl RemoteArgs {
             hostname: self.tls_hostname.clone(),
             is_unverified: self.tls_unverified,
         };
-        Remote { timeout: self.remote_timeout, nbd_tls: NbdTls { usual, of: Vec::new() } }
+        Remote { timeout: self.remote_timeout, nbd_tls: NbdTls { usual, of: Vec::new() }, is_bounded: false }
     }
 }
 

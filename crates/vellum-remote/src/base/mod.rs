@@ -61,11 +61,19 @@ pub struct RemoteOptions {
     pub cache: Option<Arc<ChunkCache>>,
     /// How exports of NBD servers are encrypted.
     pub nbd_tls: NbdTls,
+    /// How often such a server is asked what is stored, if not without end.
+    pub statuses_max: Option<u64>,
 }
 
 impl Default for RemoteOptions {
     fn default() -> Self {
-        Self { timeout: REMOTE_TIMEOUT_DEFAULT, allowed: Vec::new(), cache: None, nbd_tls: NbdTls::default() }
+        Self {
+            timeout: REMOTE_TIMEOUT_DEFAULT,
+            allowed: Vec::new(),
+            cache: None,
+            nbd_tls: NbdTls::default(),
+            statuses_max: None,
+        }
     }
 }
 

@@ -58,6 +58,8 @@ pub struct ClientOptions {
     pub stall: Duration,
     /// Connecting, and the handshake, may each take this long.
     pub connect: Duration,
+    /// The server is asked so often what is stored, if not without end; then such a question fails.
+    pub statuses_max: Option<u64>,
 }
 
 impl Default for ClientOptions {
@@ -67,6 +69,7 @@ impl Default for ClientOptions {
             patience: Duration::from_secs(90),
             stall: Duration::from_secs(30),
             connect: Duration::from_secs(15),
+            statuses_max: None,
         }
     }
 }
@@ -113,7 +116,8 @@ impl Opening {
         let gone = || Err(Error::new(ErrorKind::Closed, "the client has ended"));
         let opened = facts.await.unwrap_or_else(gone);
         let opened = opened.map_err(|error| error.context(format!("can't open {name}")));
-        let storage = opened.and_then(|facts| NbdStorage::new(desk.clone(), facts, options.read_only));
+        let storage = opened
+            .and_then(|facts| NbdStorage::new(desk.clone(), facts, options.read_only, options.statuses_max));
         if storage.is_err() {
             desk.close();
         }

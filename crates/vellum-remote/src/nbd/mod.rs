@@ -33,7 +33,7 @@ use std::sync::Arc;
 pub use client::{Client, ClientOptions, Dial, Opening, prepare};
 pub use handshake::ExportFacts;
 pub use list::{FLAG_NAMES, ListedExport, list};
-pub use storage::NbdStorage;
+pub use storage::{NbdStorage, STATUSES_MAX};
 pub use tls::{NbdTls, TlsChoice};
 pub use url::NbdUrl;
 use vellum_core::{ByteStream, Error, LocalFuture, Result, Url};
@@ -68,7 +68,11 @@ impl Dial for Server {
 /// Why the export cannot be used, or not in this way.
 pub async fn open(url: &Url, remote: &RemoteOptions, read_only: bool) -> Result<Arc<NbdStorage>> {
     let place: NbdUrl = url.to_string().parse()?;
-    let options = ClientOptions { read_only, ..ClientOptions::with_timeout(remote.timeout) };
+    let options = ClientOptions {
+        read_only,
+        statuses_max: remote.statuses_max,
+        ..ClientOptions::with_timeout(remote.timeout)
+    };
     let server =
         Server { address: place.address.clone(), tls: remote.nbd_tls.choice(url, place.has_tls)?.cloned() };
     let name = place.to_string();

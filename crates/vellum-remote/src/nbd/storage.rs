@@ -4,6 +4,7 @@
 //! blocks, reads read more than was asked for, and writes read the rest first, alone.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use async_lock::RwLock;
 use vellum_core::pin::{Proof, ProofKind};
@@ -23,6 +24,12 @@ const CHANGE_BYTES: u64 = 32 << 20;
 /// The longest run whose status one request asks for, in bytes.
 const STATUS_BYTES: u64 = 1 << 30;
 
+/// So often a command asks a server what is stored before it counts as one that answers without end. At a gibibyte a time that is an
+/// export of 64 TiB.
+pub const STATUSES_MAX: u64 = 64 << 10;
+/// For each of these, so many runs may be answered.
+const RUNS_PER_STATUS: u64 = 64;
+
 /// An export of an NBD server.
 pub struct NbdStorage {
     desk: Arc<Desk>,
@@ -30,6 +37,10 @@ pub struct NbdStorage {
     limits: Limits,
     /// Held alone by a write that reads what surrounds it first.
     around: RwLock<()>,
+    /// How often it may be asked what is stored, how often it was, and how many runs that were.
+    statuses_max: Option<u64>,
+    statuses: AtomicU64,
+    runs: AtomicU64,
 }
 
 impl Drop for NbdStorage {
@@ -39,7 +50,12 @@ impl Drop for NbdStorage {
 }
 
 impl NbdStorage {
-    pub(super) fn new(desk: Arc<Desk>, facts: ExportFacts, read_only: bool) -> Result<Self> {
+    pub(super) fn new(
+        desk: Arc<Desk>,
+        facts: ExportFacts,
+        read_only: bool,
+        statuses_max: Option<u64>,
+    ) -> Result<Self> {
         let name = desk.name();
         if !read_only && facts.is_read_only() {
             return Err(Error::new(
@@ -64,7 +80,15 @@ impl NbdStorage {
             discards: facts.has(transmission_flag::SEND_TRIM),
             prefers_written: false,
         };
-        Ok(Self { desk, facts, limits, around: RwLock::new(()) })
+        Ok(Self {
+            desk,
+            facts,
+            limits,
+            around: RwLock::new(()),
+            statuses_max,
+            statuses: AtomicU64::new(0),
+            runs: AtomicU64::new(0),
+        })
     }
 
     /// What its server states of it.
@@ -206,6 +230,23 @@ impl NbdStorage {
         Ok(())
     }
 
+    /// One more question for what is stored, from here on. A server may have an export as large as it likes, and say as little of it at a time.
+    fn count_status(&self, at: ImageOffset) -> Result<()> {
+        let (Some(max), asked) = (self.statuses_max, self.statuses.fetch_add(1, Ordering::Relaxed)) else {
+            return Ok(());
+        };
+        let runs = self.runs.load(Ordering::Relaxed);
+        if asked < max && runs < max * RUNS_PER_STATUS {
+            return Ok(());
+        }
+        Err(Error::unsupported(format!(
+            "{}: its server was asked {asked} times what is stored, and has told {runs} parts, up to {at} of {} bytes: it is asked no \
+             further (`vellum map --start-offset N --max-length N` maps a part)",
+            self.desk.name(),
+            self.facts.size
+        )))
+    }
+
     async fn status(&self, span: ImageSpan) -> Result<Vec<StorageRun>> {
         let span = self.inside(span);
         if span.is_empty() {
@@ -214,11 +255,13 @@ impl NbdStorage {
         if self.facts.allocation.is_none() {
             return Ok(vec![StorageRun { span, is_data: true }]);
         }
+        self.count_status(span.start())?;
         let wide = self.facts.block_size.widen(span);
         let (asked, _) = wide.split_at(STATUS_BYTES.min(wide.len()));
         let len = u32::try_from(asked.len()).expect("a status is about at most 1 GiB");
         let answer = self.desk.submit(Ask::Status { at: asked.start().bytes(), len }).await?;
         let Answer::Runs(runs) = answer else { unreachable!("a status is answered with runs") };
+        self.runs.fetch_add(runs.len() as u64, Ordering::Relaxed);
         let mut at = asked.start();
         let mut found: Vec<StorageRun> = Vec::new();
         for (len, is_data) in runs {

@@ -72,6 +72,10 @@ fn fact_json(fact: &Fact) -> Value {
     }
 }
 
+fn actual_size(image: &ImageFacts) -> String {
+    image.actual_size.map_or_else(|| "unavailable".to_owned(), human_bytes)
+}
+
 fn human(image: &ImageFacts) -> String {
     let sized = |bytes: u64| format!("{} ({bytes} bytes)", human_bytes(bytes));
     let mut lines = vec![
@@ -83,7 +87,7 @@ fn human(image: &ImageFacts) -> String {
     );
     lines.extend([
         format!("virtual size: {}", image.virtual_size.map_or_else(|| "unknown".to_owned(), sized)),
-        format!("disk size: {}", human_bytes(image.actual_size)),
+        format!("disk size: {}", actual_size(image)),
     ]);
     if image.is_encrypted() {
         lines.push("encrypted: yes".to_owned());
@@ -137,7 +141,7 @@ fn human(image: &ImageFacts) -> String {
     lines.push(format!("    filename: {}", printable(&name_of(image))));
     lines.push("    protocol type: file".to_owned());
     lines.push(format!("    file length: {}", sized(in_sectors(image.file_len))));
-    lines.push(format!("    disk size: {}", human_bytes(image.actual_size)));
+    lines.push(format!("    disk size: {}", actual_size(image)));
     lines.join("\n")
 }
 
@@ -147,22 +151,26 @@ fn in_sectors(bytes: u64) -> u64 {
 }
 
 fn image_json(image: &ImageFacts) -> Value {
-    let file = json!({
+    let mut file = json!({
         "children": [],
         "virtual-size": in_sectors(image.file_len),
         "filename": name_of(image),
         "format": "file",
-        "actual-size": image.actual_size,
         "format-specific": { "type": "file", "data": {} },
         "dirty-flag": false,
     });
+    if let Some(bytes) = image.actual_size {
+        file["actual-size"] = json!(bytes);
+    }
     let mut info = json!({
         "children": [{ "name": "file", "info": file }],
         "filename": name_of(image),
         "format": image.format_name(),
-        "actual-size": image.actual_size,
         "dirty-flag": image.is_dirty(),
     });
+    if let Some(bytes) = image.actual_size {
+        info["actual-size"] = json!(bytes);
+    }
     if let Some(key) = &image.snapshot {
         info["snapshot"] = json!({ "name": key.name, "id": key.id.to_string() });
     }

@@ -41,7 +41,8 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
-    let (file, options) = args.read.open(&args.file)?;
+    let (file, mut options) = args.read.open(&args.file)?;
+    options.remote.is_bounded = true;
     let options = ImageOptions { snapshot: args.snapshot.clone(), salvages: args.salvage, ..options };
     let look = async || {
         let fast = medium_beside(args.fast.as_deref(), args.salvage).await?;

@@ -100,7 +100,8 @@ async fn look(
         let size = size.ok_or_else(|| Error::invalid("give an image or --size"))?;
         return Ok(measure(size, None, format).await?);
     };
-    let options = ImageOptions { snapshot: args.snapshot.clone(), ..options };
+    let mut options = ImageOptions { snapshot: args.snapshot.clone(), ..options };
+    options.remote.is_bounded = true;
     let source = open_image(&file, &options).await.map_err(or_share)?;
     let size = source.disk().geometry().size;
     let measured = measure(size, Some(&source), format).await;

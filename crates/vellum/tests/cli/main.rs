@@ -11,6 +11,7 @@
 //!   delta.rs     diff and apply
 //!   encrypted.rs LUKS: images to and fro between both programs, secrets, keys
 //!   encrypted_elsewhere.rs      what is only read: volumes of cryptsetup, qcow2 images of the old scheme
+//!   endless.rs   NBD servers that answer without end
 //!   flash.rs     images of which a flash cache holds writes
 //!   flatten.rs   clones without their template
 //!   foreign.rs   images of other programs: read, mapped, served, below others
@@ -50,6 +51,7 @@ mod delta;
 mod durable;
 mod encrypted;
 mod encrypted_elsewhere;
+mod endless;
 mod flash;
 mod flatten;
 mod foreign;

@@ -13,7 +13,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use super::until;
 
 /// Nothing here runs longer; what does hangs, and is killed.
-const PATIENCE: Duration = Duration::from_secs(180);
+pub const PATIENCE: Duration = Duration::from_secs(180);
 
 /// Prints why something is not tested here.
 #[allow(clippy::print_stderr, reason = "a test that is skipped says why")]

@@ -41,7 +41,9 @@ impl RemoteArgs {
             hostname: self.remote_tls_hostname.clone(),
             is_unverified: self.remote_tls_unverified,
         };
-        let remote = Remote { timeout: self.remote_timeout, nbd_tls: NbdTls { usual, of: Vec::new() } };
+        let nbd_tls = NbdTls { usual, of: Vec::new() };
+        // Guests may ask for as long as they like.
+        let remote = Remote { timeout: self.remote_timeout, nbd_tls, is_bounded: false };
         with_certificates(remote, named.as_slice(), secrets)
     }
 }

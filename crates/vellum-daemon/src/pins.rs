@@ -311,10 +311,13 @@ impl Pinning {
         let (wanted, gone) = found;
         let tier = tier_of(chain)?;
         let unit = tier.facts().unit_bytes;
+        let back = units_without(&gone, &wanted, unit, chain.disk().geometry().size);
+        if !back.is_empty() {
+            tier.check_not_cut().await?;
+        }
         if self.pins != self.before {
             keep_pins(image, &self.pins).await?;
         }
-        let back = units_without(&gone, &wanted, unit, chain.disk().geometry().size);
         let demoted = match back.is_empty() {
             true => DemotedUnits::default(),
             false => tier.demote(&back).await?.into(),

@@ -10,6 +10,7 @@ use super::support::noise;
 use super::support::program::{path_text, succeed, vellum};
 use super::support::server::Server;
 use super::tier::{same, status, units_of_files};
+use super::tier_lost::SLOTS_AT;
 use super::{MIB, refused};
 use crate::requires;
 
@@ -111,6 +112,40 @@ fn the_units_of_files_move_and_no_others() {
         "{done}"
     );
     assert_eq!(disk.len(), 8 * MIB);
+}
+
+/// What is no longer pinned would come home, and be zeros where the medium ends.
+#[test]
+fn what_was_moved_stays_pinned_while_its_medium_is_cut_off() {
+    requires!("mkfs.ext4", "debugfs");
+    let dir = Dir::new("tier-unpin-cut");
+    let tree = dir.join("tree");
+    std::fs::create_dir(&tree).expect("it has space");
+    std::fs::write(tree.join("one"), noise(12 * 65_536, 1)).expect("it has space");
+    let (system, image, fast) = (dir.text("system"), dir.text("disk.vlm"), dir.text("fast"));
+    let control = dir.text("ctl");
+    succeed("mkfs.ext4", &["-q", "-F", "-b", "4096", "-d", path_text(&tree), &system, "8M"]);
+    let units = units_of_files(&system, &tree, "one", UNIT, 0).len() as u64;
+    let options = "layout=table,unit_size=64k";
+    vellum(&["convert", "-q", "-f", "raw", "-O", "vellum", "-o", options, &system, &image]).answer();
+    vellum(&["tier", "attach", "--fast", &fast, "--fast-size", "16M", &image]).answer();
+    vellum(&["tier", "move", "--fast", &fast, "--path", "/one", &image]).answer();
+    let server = Server::start(&[&image, "--fast", &fast, "--control", &control]);
+    vellum(&["tier", "pin", "--control", &control, "--path", "/one"]).answer();
+    let file = std::fs::OpenOptions::new().write(true).open(&fast).expect("a medium");
+    let len = file.metadata().expect("a medium").len();
+    file.set_len(SLOTS_AT + (units - 2) * UNIT).expect("it is cut");
+    let unpin = ["tier", "unpin", "--control", &control, "--path", "/one"];
+    refused(1, &["was cut off", "Stop the server"], &unpin);
+    let there = status(&["--control", &control]);
+    assert_eq!(there["moved"].as_u64(), Some(units), "{there}");
+    file.set_len(len).expect("it is longer again");
+    refused(1, &["was cut off", "Stop the server"], &unpin);
+    let there = status(&["--control", &control]);
+    assert_eq!(there["moved"].as_u64(), Some(units), "{there}");
+    let pinned = std::fs::read_to_string(format!("{image}.pins")).expect("there are pins");
+    assert!(pinned.contains("/one"), "{pinned}");
+    server.stop();
 }
 
 /// The snapshot that a server which was killed has left of looking for files keeps no unit from moving. One of the user's does.

@@ -13,7 +13,7 @@ use super::{MIB, refused};
 const UNIT: usize = 64 << 10;
 /// Where the medium has its entries, of 32 bytes, and where its slots begin.
 const ENTRIES_AT: usize = 520 << 10;
-const SLOTS_AT: u64 = 576 << 10;
+pub(super) const SLOTS_AT: u64 = 576 << 10;
 
 /// As [`attached`]; the first mebibyte is in the slots from 0 on alone.
 fn moved(dir: &Dir) -> (String, String, Vec<u8>) {

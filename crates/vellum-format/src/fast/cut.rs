@@ -13,6 +13,11 @@ use vellum_core::{Buffer, Context, Error, ErrorKind, ImageOffset, Result, Shared
 use super::layout::{FastId, SUPER_LEN, Super};
 use super::tables::{Tables, one_of, read_supers};
 
+/// What is to be done with a medium that was cut off while it was in use. Whoever opens it next does not know of it.
+pub(super) const AFTER_A_CUT: &str = "Stop the server, and before anything opens the medium again see that it has the length to which it was cut (of a file: `truncate \
+     -s`): at another one what is gone would read as zeros. Then bring home what is left with `vellum tier move --back --all --fast PATH \
+     IMAGE`, which notes on it that what was behind its end stays lost";
+
 /// Notes on a medium that is shorter than it was, durably, how long it is: what is gone does not count from then on, even if the
 /// medium becomes longer again, and the rest can be read. Whether that was so. What an earlier call could not finish is finished.
 /// A medium with another id is left alone.

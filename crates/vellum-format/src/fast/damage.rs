@@ -2,6 +2,7 @@
 
 use vellum_core::{Error, ErrorKind, Result};
 
+use super::cut::AFTER_A_CUT;
 use super::layout::SLOT_BYTES;
 use super::medium::FastMedium;
 use crate::state::lock;
@@ -60,14 +61,11 @@ impl FastMedium {
     /// `Changed`, with what is to be done instead, and those of the storage.
     pub(crate) async fn check_not_cut(&self) -> Result<()> {
         let looked = self.look().await;
-        if !self.was_cut() {
-            return looked;
-        }
+        let Some(cut) = self.was_cut() else { return looked };
         let why = format!(
-            "{} was cut off while it was in use: nothing is brought home from it here. Do not make it longer: what is gone would read as \
-             zeros. Stop the server, and bring home what is left with `vellum tier move --back --all --fast PATH IMAGE`, which notes on \
-             it that what was behind its end stays lost",
-            self.name()
+            "{} was cut off while it was in use ({}): nothing is brought home from it here. {AFTER_A_CUT}",
+            self.name(),
+            cut.chain()
         );
         Err(Error::new(ErrorKind::Changed, why))
     }

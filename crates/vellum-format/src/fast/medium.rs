@@ -20,14 +20,14 @@
 //! 8. A medium that was cut off while it was open gives nothing any more once it is longer again: zeros would pass for units.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use roaring::RoaringBitmap;
 use vellum_core::{
     Buffer, Context, Error, ErrorKind, ImageOffset, LocalFuture, Random, Result, SharedStorage, try_join_all,
 };
 
-use super::cut::say_cut;
+use super::cut::{AFTER_A_CUT, say_cut};
 use super::known::{Opened, State};
 use super::layout::{
     ENTRIES_TOGETHER, ENTRY_LEN, Entry, FastId, Layout, NAME_MAX, ROW_LEN, ROWS, Reason, Row, SLOT_BYTES,
@@ -119,8 +119,8 @@ pub struct FastMedium {
     pub(super) len: u64,
     /// How long it must be to be written, in bytes.
     needs: u64,
-    /// It was seen to be shorter than that while it was open.
-    was_cut: AtomicBool,
+    /// How it was first seen to be shorter than that while it was open.
+    was_cut: OnceLock<Error>,
     /// The room that it has for copies, in bytes.
     pub(super) room: u64,
     id: FastId,
@@ -228,7 +228,7 @@ impl FastMedium {
         state.find_free();
         Ok(Arc::new(Self {
             len: storage.len().min(found.len()),
-            was_cut: AtomicBool::new(false),
+            was_cut: OnceLock::new(),
             needs: found.len(),
             room: u64::from(found.whole_slots()) * SLOT_BYTES,
             storage,
@@ -414,16 +414,16 @@ impl FastMedium {
         })
     }
 
-    /// Whether it was seen to be shorter while it was open.
-    pub(super) fn was_cut(&self) -> bool {
-        self.was_cut.load(Ordering::Relaxed)
+    /// How it was first seen to be shorter while it was open, if it was.
+    pub(super) fn was_cut(&self) -> Option<&Error> {
+        self.was_cut.get()
     }
 
     /// Whether it can be written: it did not fail, and has had its length all the time.
     async fn check(&self) -> Result<()> {
         self.check_failed()?;
         let looked = match self.look().await {
-            Ok(()) if self.was_cut() => Err(Error::new(ErrorKind::Changed, "it is longer again")),
+            Ok(()) if self.was_cut().is_some() => Err(Error::new(ErrorKind::Changed, "it is longer again")),
             looked => looked,
         };
         let what = match &looked {
@@ -442,8 +442,10 @@ impl FastMedium {
                 format!("{} has {len} bytes, and had {}", self.name(), self.needs),
             )),
         });
-        if looked.as_ref().is_err_and(|error| error.kind() == ErrorKind::Changed) {
-            self.was_cut.store(true, Ordering::Relaxed);
+        if let Err(error) = &looked
+            && error.kind() == ErrorKind::Changed
+        {
+            self.was_cut.get_or_init(|| error.clone());
         }
         looked
     }
@@ -746,12 +748,13 @@ impl OpenRow {
         }
         let mut read = try_join_all(pieces).await;
         // While it is shorter, what is read is what it had. Looked at afterwards: it may have become longer meanwhile.
-        if read.is_err() || self.medium.was_cut() {
+        if read.is_err() || self.medium.was_cut().is_some() {
             let has_its_length = self.medium.look().await.is_ok();
-            if has_its_length && self.medium.was_cut() {
+            if has_its_length && let Some(cut) = self.medium.was_cut() {
                 let why = format!(
-                    "{} was cut off while it was in use, and is longer again: what was cut off would be zeros. Open it again",
-                    self.medium.name()
+                    "{} was cut off while it was in use ({}), and is longer again: what was cut off would be zeros. {AFTER_A_CUT}",
+                    self.medium.name(),
+                    cut.chain()
                 );
                 read = Err(Error::new(ErrorKind::Io, why));
             }

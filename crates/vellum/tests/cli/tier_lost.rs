@@ -295,7 +295,9 @@ fn a_server_brings_nothing_home_from_a_medium_that_was_cut() {
     let file = std::fs::OpenOptions::new().write(true).open(&fast).expect("a medium");
     file.set_len(SLOTS_AT + 8 * UNIT as u64).expect("it is cut");
     let back = ["tier", "move", "--back", "--all", "--control", &control];
-    let words = ["was cut off", "what was behind its end stays lost", "Stop the server", "--fast"];
+    let cut = format!("was cut to {} bytes", SLOTS_AT + 8 * UNIT as u64);
+    let words =
+        ["was cut off", "what was behind its end stays lost", "Stop the server", "`truncate -s`", &cut];
     refused(1, &words, &back);
     file.set_len(len).expect("it is longer again");
     refused(1, &words, &back);

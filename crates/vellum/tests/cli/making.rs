@@ -421,5 +421,5 @@ fn an_image_whose_header_cannot_be_read_is_not_taken_for_none() {
             assert!(is_true, "{call} {number}: {}", answer.err);
         }
     }
-    assert!(unchanged >= 2, "{unchanged}");
+    assert!(unchanged >= 1, "{unchanged}");
 }

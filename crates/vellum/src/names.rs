@@ -20,7 +20,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
-use vellum_core::{Error, Result};
+use vellum_core::{Error, Result, Url};
 use vellum_daemon::{Encrypted, FormatKind, Part};
 
 use crate::key_values::split_options;
@@ -207,17 +207,32 @@ fn place(
                 (None, None) => None,
             };
             let url = nbd_place(prefix, &mut take)?;
-            // Who names certificates wants TLS, whatever a URL says.
-            let url = match url.strip_prefix("nbd").filter(|rest| tls.is_some() && !rest.starts_with('s')) {
-                Some(rest) => format!("nbds{rest}"),
-                None => url,
-            };
-            Ok((url.into(), tls))
+            match tls {
+                None => Ok((url.into(), None)),
+                Some(tls) => Ok((over_tls(&url, prefix)?.into(), Some(tls))),
+            }
         }
         other => Err(Error::unsupported(format!(
             "the driver {other} is not supported: use file, nbd, http or https"
         ))),
     }
+}
+
+/// The URL with TLS, whatever it says: the user who names certificates wants it. Nothing that has no TLS is opened instead.
+fn over_tls(url: &str, prefix: &str) -> Result<String> {
+    let parsed = Url::parse(url).filter(|url| url.as_ref().map_or(true, |url| url.scheme().is_nbd()));
+    let Some(parsed) = parsed else {
+        return Err(Error::invalid(format!(
+            "{prefix}tls-creds: {url} is no export that TLS can be used for: name it nbds://HOST/EXPORT or \
+             nbds+unix:///EXPORT?socket=PATH"
+        )));
+    };
+    // Parsed, it is in lower case.
+    let text = parsed?.to_string();
+    Ok(match text.strip_prefix("nbd").filter(|rest| !rest.starts_with('s')) {
+        Some(rest) => format!("nbds{rest}"),
+        None => text,
+    })
 }
 
 /// The URL of an export that keys name.
@@ -327,7 +342,17 @@ mod tests {
         }
         let json = r#"json:{"driver":"raw","file":{"driver":"nbd","host":"h","tls-creds":"t"}}"#;
         assert_eq!(named(Path::new(json), None, false).unwrap().tls, tls("t", None));
-        for text in ["driver=nbd,host=h,tls-hostname=n", "driver=file,filename=a,tls-creds=t"] {
+        for text in ["NBD://h/x", "Nbd://h/x", "NBDS://h/x"] {
+            let found = named(Path::new(&format!("driver=nbd,uri={text},tls-creds=t")), None, true).unwrap();
+            assert_eq!((found.path.to_str().unwrap(), found.tls), ("nbds://h/x", tls("t", None)), "{text}");
+        }
+        for text in [
+            "driver=nbd,host=h,tls-hostname=n",
+            "driver=file,filename=a,tls-creds=t",
+            "driver=nbd,filename=a,tls-creds=t",
+            "driver=nbd,filename=nbd:h:10:exportname=x,tls-creds=t",
+            "driver=nbd,uri=http://h/x,tls-creds=t",
+        ] {
             assert!(named(Path::new(text), None, true).unwrap_err().chain().contains("tls-"), "{text}");
         }
     }

@@ -26,7 +26,7 @@
 
 use std::cell::RefCell;
 use std::fmt;
-use std::io::{BufRead, IoSlice, Write};
+use std::io::{BufRead, IoSlice, Read, Write};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -43,6 +43,9 @@ use super::access::{SharedAccessList, Verdict};
 use super::certificate::{distinguished_name, loggable, subject};
 use super::ending::Ending;
 use super::limits::SessionLimits;
+
+/// A file of certificates, keys or revocation lists has at most this many bytes.
+const PEM_MAX: u64 = 16 << 20;
 
 /// Sealed replies leave when there is so much of them.
 const SEALED_BYTES: usize = 128 << 10;
@@ -83,8 +86,7 @@ impl Tls {
     pub fn from_directory(directory: &Path, verifies_clients: bool) -> Result<Self> {
         let chain = certificates(&directory.join("server-cert.pem"))?;
         let key_path = directory.join("server-key.pem");
-        let key = PrivateKeyDer::from_pem_file(&key_path)
-            .map_err(|error| unreadable(&key_path, "a private key without a password", &error))?;
+        let key = private_key(&key_path)?;
         let mut provider = ring::default_provider();
         provider.cipher_suites.retain(|suite| match suite {
             SupportedCipherSuite::Tls12(suite) => suite.common.confidentiality_limit == u64::MAX,
@@ -129,8 +131,8 @@ impl fmt::Debug for Tls {
 
 pub(super) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
     let wanted = "certificates";
-    let all: std::result::Result<Vec<_>, _> =
-        CertificateDer::pem_file_iter(path).map_err(|error| unreadable(path, wanted, &error))?.collect();
+    let bytes = bytes_of(path, wanted)?;
+    let all: std::result::Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&bytes).collect();
     let all = all.map_err(|error| unreadable(path, wanted, &error))?;
     if all.is_empty() {
         return Err(Error::invalid(format!("{} contains no PEM certificate", path.display())));
@@ -151,9 +153,10 @@ pub(super) fn trusted(path: &Path) -> Result<Arc<RootCertStore>> {
 pub(super) fn revoked(path: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>> {
     if !path.try_exists().is_ok_and(|exists| !exists) {
         let wanted = "certificate revocation lists";
-        let lists = CertificateRevocationListDer::pem_file_iter(path)
-            .and_then(|lists| lists.collect::<std::result::Result<Vec<_>, _>>())
-            .map_err(|error| unreadable(path, wanted, &error))?;
+        let bytes = bytes_of(path, wanted)?;
+        let lists = CertificateRevocationListDer::pem_slice_iter(&bytes);
+        let lists: std::result::Result<Vec<_>, _> = lists.collect();
+        let lists = lists.map_err(|error| unreadable(path, wanted, &error))?;
         return match lists.is_empty() {
             true => {
                 Err(Error::invalid(format!("{} contains no PEM certificate revocation list", path.display())))
@@ -162,6 +165,28 @@ pub(super) fn revoked(path: &Path) -> Result<Vec<CertificateRevocationListDer<'s
         };
     }
     Ok(Vec::new())
+}
+
+/// The private key in a file.
+pub(super) fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>> {
+    let wanted = "a private key without a password";
+    PrivateKeyDer::from_pem_slice(&bytes_of(path, wanted)?).map_err(|error| unreadable(path, wanted, &error))
+}
+
+/// A file as long as the revocation lists of a large authority can be. What is not a plain file may never end, or keep a thread for ever.
+fn bytes_of(path: &Path, wanted: &str) -> Result<Vec<u8>> {
+    let unreadable = |why: &dyn fmt::Display| unreadable(path, wanted, why);
+    let facts = std::fs::metadata(path).map_err(|error| unreadable(&error))?;
+    if !facts.is_file() {
+        return Err(unreadable(&"it is no plain file"));
+    }
+    let mut bytes = Vec::new();
+    let file = std::fs::File::open(path).map_err(|error| unreadable(&error))?;
+    file.take(PEM_MAX + 1).read_to_end(&mut bytes).map_err(|error| unreadable(&error))?;
+    match bytes.len() as u64 > PEM_MAX {
+        true => Err(unreadable(&format!("it has more than {PEM_MAX} bytes"))),
+        false => Ok(bytes),
+    }
 }
 
 pub(super) fn unreadable(path: &Path, wanted: &str, why: &dyn fmt::Display) -> Error {
@@ -428,5 +453,30 @@ impl ByteStream for TlsStream<'_> {
 
     fn shutdown(&self) {
         self.inner.shutdown();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_never_ends_is_no_file_of_certificates() {
+        let path = std::env::temp_dir().join(format!("vellum-long-{}.pem", std::process::id()));
+        std::fs::File::create(&path).and_then(|file| file.set_len(PEM_MAX + 1)).expect("a sparse file");
+        let long = certificates(&path).expect_err("it is too long").chain();
+        std::fs::remove_file(&path).expect("it is there");
+        assert!(long.contains("has more than 16777216 bytes"), "{long}");
+        let zeros = Path::new("/dev/zero");
+        for error in [
+            certificates(zeros).expect_err("it never ends"),
+            revoked(zeros).expect_err("it never ends"),
+            private_key(zeros).expect_err("it never ends"),
+        ] {
+            assert!(
+                error.chain().contains("/dev/zero") && error.chain().contains("no plain file"),
+                "{error}"
+            );
+        }
     }
 }

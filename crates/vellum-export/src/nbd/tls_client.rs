@@ -14,15 +14,14 @@ use std::sync::Arc;
 use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::{CryptoProvider, ring, verify_tls12_signature, verify_tls13_signature};
-use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
+use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::{
     AlertDescription, CertificateError, ClientConfig, ClientConnection, DigitallySignedStruct, RootCertStore,
     SignatureScheme,
 };
 use vellum_core::{ByteStream, Error, ErrorKind, Result};
 
-use super::tls::{TlsStream, certificates, revoked, trusted, unreadable};
+use super::tls::{TlsStream, certificates, private_key, revoked, trusted, unreadable};
 
 /// Who the server must be.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -87,9 +86,7 @@ impl TlsClient {
         let mut config = match own.filter(|(_, own)| !own.try_exists().is_ok_and(|exists| !exists)) {
             None => builder.with_no_client_auth(),
             Some((directory, own)) => {
-                let key_path = directory.join("client-key.pem");
-                let key = PrivateKeyDer::from_pem_file(&key_path)
-                    .map_err(|error| unreadable(&key_path, "a private key without a password", &error))?;
+                let key = private_key(&directory.join("client-key.pem"))?;
                 builder.with_client_auth_cert(certificates(&own)?, key).map_err(|error| {
                     let doing = format!("can't use the certificate and the key in {}", directory.display());
                     Error::invalid(format!("{doing}: {error}"))
@@ -177,12 +174,17 @@ impl TlsClient {
 fn names_in(why: &CertificateError) -> String {
     match why {
         CertificateError::NotValidForNameContext { presented, .. } if !presented.is_empty() => {
-            let names: Vec<String> =
-                presented.iter().take(8).map(|name| name.escape_debug().to_string()).collect();
+            let names: Vec<String> = presented.iter().take(8).map(|name| plain_name(name)).collect();
             format!(" ({})", names.join(", "))
         }
         _ => String::new(),
     }
+}
+
+/// A name in a certificate: `DnsName("host")` and `IpAddress(127.0.0.1)` to rustls.
+fn plain_name(name: &str) -> String {
+    let inner = name.split_once('(').and_then(|(_, rest)| rest.strip_suffix(')')).unwrap_or(name);
+    inner.trim_matches('"').escape_debug().to_string()
 }
 
 /// The authorities that programs on this host trust.

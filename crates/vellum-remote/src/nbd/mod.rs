@@ -29,6 +29,7 @@ mod tls;
 mod url;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 pub use client::{Client, ClientOptions, Dial, Opening, prepare};
 pub use handshake::ExportFacts;
@@ -36,7 +37,7 @@ pub use list::{FLAG_NAMES, ListedExport, list};
 pub use storage::{NbdStorage, STATUSES_MAX};
 pub use tls::{NbdTls, TlsChoice};
 pub use url::NbdUrl;
-use vellum_core::{ByteStream, Error, LocalFuture, Result, Url};
+use vellum_core::{ByteStream, Error, ErrorKind, LocalFuture, Result, Url};
 use vellum_export::nbd::TlsClient;
 use vellum_io::{Address, IoMode, clock, connect, run, unblock};
 
@@ -46,6 +47,8 @@ use crate::RemoteOptions;
 struct Server {
     address: Address,
     tls: Option<TlsChoice>,
+    /// The certificates are being read. A file system that hangs keeps one thread for each server, and not one for each attempt.
+    is_reading: Arc<AtomicBool>,
 }
 
 impl Dial for Server {
@@ -56,8 +59,17 @@ impl Dial for Server {
     fn tls(&self) -> LocalFuture<'_, Result<Option<TlsClient>>> {
         Box::pin(async move {
             let Some(choice) = self.tls.clone() else { return Ok(None) };
-            let address = self.address.clone();
-            unblock(move || choice.client(&address)).await.map(Some)
+            if self.is_reading.swap(true, Ordering::AcqRel) {
+                let why = "its certificates are still being read: does their file system answer?";
+                return Err(Error::new(ErrorKind::Io, why));
+            }
+            let (address, is_reading) = (self.address.clone(), self.is_reading.clone());
+            let read = unblock(move || {
+                let client = choice.client(&address);
+                is_reading.store(false, Ordering::Release);
+                client
+            });
+            read.await.map(Some)
         })
     }
 }
@@ -73,8 +85,11 @@ pub async fn open(url: &Url, remote: &RemoteOptions, read_only: bool) -> Result<
         statuses_max: remote.statuses_max,
         ..ClientOptions::with_timeout(remote.timeout)
     };
-    let server =
-        Server { address: place.address.clone(), tls: remote.nbd_tls.choice(url, place.has_tls)?.cloned() };
+    let server = Server {
+        address: place.address.clone(),
+        tls: remote.nbd_tls.choice(url, place.has_tls)?.cloned(),
+        is_reading: Arc::default(),
+    };
     let name = place.to_string();
     let (opening, client) = prepare(name.clone(), place.export, options);
     let started = std::thread::Builder::new().name("vellum-nbd".into()).spawn(move || {

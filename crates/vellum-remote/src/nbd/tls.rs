@@ -107,6 +107,10 @@ pub(super) async fn reason(sealed: &TlsStream<'_>, error: Error) -> Error {
     }
     match sealed.read(Buffer::zeroed(64)).await {
         Err(said) if said.kind() == ErrorKind::Refused => said,
+        _ if error.kind() == ErrorKind::Closed => error.context(
+            "it ended the connection when TLS had begun, as a server does that wants a certificate of its clients \
+             (client-cert.pem and client-key.pem in --tls-certificates DIR)",
+        ),
         _ => error,
     }
 }

@@ -39,7 +39,7 @@ pub use tls::{NbdTls, TlsChoice};
 pub use url::NbdUrl;
 use vellum_core::{ByteStream, Error, ErrorKind, LocalFuture, Result, Url};
 use vellum_export::nbd::TlsClient;
-use vellum_io::{Address, IoMode, clock, connect, run, unblock};
+use vellum_io::{Address, IoMode, clock, connect, run, unblock, unblock_at};
 
 use crate::RemoteOptions;
 
@@ -64,12 +64,16 @@ impl Dial for Server {
                 return Err(Error::new(ErrorKind::Io, why));
             }
             let (address, is_reading) = (self.address.clone(), self.is_reading.clone());
-            let read = unblock(move || {
+            let place = choice.directory.as_ref().map(|directory| directory.join("ca-cert.pem"));
+            let read = move || {
                 let client = choice.client(&address);
                 is_reading.store(false, Ordering::Release);
                 client
-            });
-            read.await.map(Some)
+            };
+            match place {
+                Some(place) => unblock_at(&place, read).await.map(Some),
+                None => unblock(read).await.map(Some),
+            }
         })
     }
 }

@@ -8,11 +8,12 @@
 //!
 //! And those on which new images are put while they are served.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use futures_lite::future::{or, zip};
 use serde_json::{Value, json};
-use vellum_core::{Disk, Error, ErrorKind, Result};
+use vellum_core::{Disk, Error, ErrorKind, Result, Url};
 use vellum_export::nbd::View;
 use vellum_io::{Address, Listener, clock};
 
@@ -55,8 +56,10 @@ impl Control {
             Some(Address::Unix(path)) => Some(path),
             _ => None,
         };
+        let is_remote = |path: &Path| path.to_str().is_some_and(|text| Url::parse(text).is_some());
         for path in [Some(image), vhost_user_blk.as_ref(), socket].into_iter().flatten() {
-            if !path.is_absolute() {
+            let is_named = path.is_absolute() || path == image && is_remote(path);
+            if !is_named {
                 return Err(Error::invalid(format!("{} must be an absolute path", path.display())));
             }
         }

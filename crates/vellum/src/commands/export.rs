@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use serde_json::Value;
-use vellum_core::{Context, Error, Result};
+use vellum_core::{Context, Error, Result, Url};
 use vellum_daemon::control::{Request, call};
 use vellum_daemon::flash::word_of;
 use vellum_daemon::spec::parse_address;
@@ -190,7 +190,10 @@ pub(crate) fn run(args: &Args) -> Outcome {
             }
             let request = Request::ExportAdd {
                 name: name.clone(),
-                image: absolute(image)?,
+                image: match image.to_str().is_some_and(|text| Url::parse(text).is_some()) {
+                    true => image.clone(),
+                    false => absolute(image)?,
+                },
                 format: format.map(|format| format.to_string()),
                 read_only: read_only.then_some(true),
                 vhost_user_blk: vhost_user_blk.as_deref().map(absolute).transpose()?,

@@ -41,6 +41,27 @@ fn at_last(served: &Controlled, what: &str, rest: &[&str]) -> Ran {
     }
 }
 
+/// An image of another server has a URL, which is no path beside the current directory.
+#[test]
+fn an_export_of_another_server_is_added_by_its_url() {
+    let dir = Dir::new("exports-url");
+    let (one, far) = (made(&dir, "qcow2", "", "4M"), made(&dir, "vellum", "", "8M"));
+    let other = Server::start(&[&far]);
+    let served = Controlled::start(&["--export", &format!("one={one}")]);
+    export(&served, "add", &["-f", "raw", &format!("two={}", other.uri(""))]).answer();
+    let mut client = served.client("two");
+    assert_eq!(client.size, 8 * MIB);
+    client.write(4096, &[2; 4096], 0).expect("written");
+    client.flush().expect("flushed");
+    drop(client);
+    at_last(&served, "remove", &["two"]);
+    served.server.stop();
+    let mut client = Client::connect(&other.peer(), "").expect("it is served");
+    assert_eq!(client.read(4096, 4096).expect("read"), vec![2; 4096]);
+    drop(client);
+    other.stop();
+}
+
 #[test]
 fn exports_come_and_go_while_others_are_served() {
     let dir = Dir::new("exports");

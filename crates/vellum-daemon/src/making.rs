@@ -19,7 +19,8 @@ const LOOKED_AT: u64 = 4096;
 pub(crate) struct Making {
     pub(crate) file: Arc<File>,
     path: PathBuf,
-    /// How long an existing file was, and its first bytes.
+    is_new: bool,
+    /// How long an existing file was, and its first bytes, unless they could not be read.
     before: Option<(u64, Buffer)>,
 }
 
@@ -31,8 +32,9 @@ impl Making {
     pub(crate) async fn begin(path: &Path, never_flushed: bool) -> Result<Self> {
         let is_new = !path.exists();
         let file = new_file(path, never_flushed).await?;
-        let before = if is_new { None } else { Some(first_bytes(&file).await?) };
-        Ok(Self { file, path: path.to_owned(), before })
+        // Sectors that cannot be read may be written all the same.
+        let before = if is_new { None } else { first_bytes(&file).await.ok() };
+        Ok(Self { file, path: path.to_owned(), is_new, before })
     }
 
     /// Ends it, with what became of it.
@@ -41,11 +43,12 @@ impl Making {
     /// That with which it ended.
     pub(crate) async fn end<T>(self, made: Result<T>) -> Result<T> {
         let Err(error) = made else { return made };
-        let Some(before) = self.before else {
+        if self.is_new {
             drop(self.file);
             let _ = std::fs::remove_file(&self.path);
             return Err(error);
-        };
+        }
+        let Some(before) = self.before else { return Err(error) };
         // A file that cannot be read now may have lost it, too.
         let is_there = first_bytes(&self.file)
             .await

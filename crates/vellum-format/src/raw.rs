@@ -235,10 +235,10 @@ impl Format for RawFormat {
                     image.len()
                 )));
             }
-            if image.len() == size {
-                return Ok(()); // also on a device, of which the length is fixed
+            // The length of a device is fixed. A length that an earlier attempt has set may not be durable yet.
+            if image.len() != size {
+                image.set_len(size).await?;
             }
-            image.set_len(size).await?;
             image.flush().await
         })
     }
@@ -332,12 +332,15 @@ const RESERVED_AT_ONCE: u64 = 256 << 20;
 
 /// Reserves space for what was added from `before` to `size`, or takes it away again. Durable when it returns.
 pub(crate) async fn reserve_added(image: &dyn Storage, before: u64, size: u64, how: Reserve) -> Result<()> {
-    let reserved = reserve(image, before, size, how).await;
-    if reserved.is_err() {
+    let Err(error) = reserve(image, before, size, how).await else { return image.flush().await };
+    let undone = async {
         image.set_len(before).await?; // nothing was written behind the old end
+        image.flush().await
+    };
+    match undone.await {
+        Ok(()) => Err(error),
+        Err(undoing) => Err(error.context(format!("can't undo it: {}", undoing.chain()))),
     }
-    image.flush().await?;
-    reserved
 }
 
 /// Reserves space from `before` to `size`.

@@ -109,10 +109,10 @@ impl Format for LuksFormat {
                 )));
             }
             let len = file_len(payload, size)?;
-            if image.len() == len {
-                return Ok(()); // also on a device, of which the length is fixed
+            // The length of a device is fixed.
+            if image.len() != len {
+                image.set_len(len).await?;
             }
-            image.set_len(len).await?;
             image.flush().await // commit point: the length of the file is that of the disk
         })
     }

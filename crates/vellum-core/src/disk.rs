@@ -269,8 +269,8 @@ pub type SharedDisk = Arc<dyn Disk>;
 /// After this many extents an answer stops early, so that its size is bounded.
 const EXTENTS_MAX: usize = 4096;
 
-/// So often the disks of a chain are asked for one answer: a storage may know only little at a time, and whoever wants the answer looks in
-/// between whether to go on.
+/// One answer asks the disks of a chain at most this many times: a storage may know little at a time, and a caller has to be able to
+/// stop in between.
 const ASKS_MAX: usize = EXTENTS_MAX;
 
 /// An extent of a chain.

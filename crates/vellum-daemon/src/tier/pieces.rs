@@ -8,7 +8,7 @@ use vellum_core::{BlockSize, GuestSpan, Result};
 
 /// A piece has this many bytes of the disk, which are whole units; more for a large disk.
 const PIECE_BYTES: u64 = 64 << 20;
-/// A disk has about so many pieces at most.
+/// A disk has at most about this many pieces.
 const PIECES_MAX: u64 = 4096;
 
 static NEVER: AtomicBool = AtomicBool::new(false);

@@ -129,7 +129,7 @@ fn long_work_ends_between_two_pieces() {
     std::fs::remove_dir_all(&dir).expect("it is there");
 }
 
-/// What could not be read is told in order, and neighbours of two pieces as one.
+/// The parts that could not be read are listed in order, and neighbours of two pieces as one part.
 #[test]
 fn parts_of_two_pieces_are_one() {
     let mut parts = vec![(0, 64), (128, 64)];

@@ -203,7 +203,7 @@ pub struct TlsStream<'a> {
     explain: Option<Explain>,
 }
 
-/// What an error of rustls means to a client, who has been told whom to trust.
+/// What an error of rustls means to a client, which knows the authorities it trusts.
 pub(super) type Explain = Arc<dyn Fn(&rustls::Error) -> Error>;
 
 /// Why there is no TLS.

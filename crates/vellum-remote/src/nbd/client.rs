@@ -27,7 +27,7 @@ use super::tls::{reason, start_tls};
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
 /// Deadlines are looked at this often.
 const TICK: Duration = Duration::from_millis(500);
-/// A server is told that TLS ends, unless it does not take it for this long.
+/// At the end of TLS a server gets at most this long to take the closing alert.
 const CLOSING: Duration = Duration::from_secs(1);
 
 /// Connects to the server.
@@ -58,7 +58,7 @@ pub struct ClientOptions {
     pub stall: Duration,
     /// Connecting, and the handshake, may each take this long.
     pub connect: Duration,
-    /// The server is asked so often what is stored, if not without end; then such a question fails.
+    /// At most this many questions about what is stored go to the server; further ones fail. `None` sets no limit.
     pub statuses_max: Option<u64>,
 }
 
@@ -75,7 +75,7 @@ impl Default for ClientOptions {
 }
 
 impl ClientOptions {
-    /// Those of a user who waits for a remote image for this long.
+    /// The options with which a request to a remote image is held for at most `timeout`.
     pub fn with_timeout(timeout: Duration) -> Self {
         let usual = Self::default();
         Self { patience: timeout, connect: usual.connect.min(timeout), ..usual }

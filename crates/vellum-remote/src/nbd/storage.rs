@@ -24,10 +24,9 @@ const CHANGE_BYTES: u64 = 32 << 20;
 /// The longest run whose status one request asks for, in bytes.
 const STATUS_BYTES: u64 = 1 << 30;
 
-/// So often a command asks a server what is stored before it counts as one that answers without end. At a gibibyte a time that is an
-/// export of 64 TiB.
+/// A bounded command asks a server at most this many times what is stored. At a gibibyte a time that covers an export of 64 TiB.
 pub const STATUSES_MAX: u64 = 64 << 10;
-/// For each of these, so many runs may be answered.
+/// An answer to one of these questions may have at most this many runs.
 const RUNS_PER_STATUS: u64 = 64;
 
 /// An export of an NBD server.

@@ -22,7 +22,7 @@ const LEN: u64 = i64::MAX as u64 + 1 - 512;
 struct Describes {
     /// How long it is.
     len: u64,
-    /// In pieces of so many bytes, and at most as many as were asked about.
+    /// Answers in pieces of this many bytes, and never beyond what was asked about.
     piece: u64,
     /// Each other piece is data; else all of it is zero.
     alternates: bool,
